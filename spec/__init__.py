@@ -1,0 +1,101 @@
+"""vToken's executable specification: laws, a read-only view they are written over, and a model.
+
+Imported as `vtoken_spec`. Pure, standard library only; see `LAWS.md` for the laws in words.
+"""
+
+from .breach import Breach, is_protected
+from .events import (
+    Append,
+    Cache,
+    Event,
+    Evict,
+    Finish,
+    MoveTokens,
+    Preempt,
+    Recycle,
+    Release,
+    Uncache,
+)
+from .laws import (
+    LAWS,
+    LawInfo,
+    i1_conservation,
+    i2_unique_mapping,
+    l5_accounting,
+    l6_read_set,
+    l7_write_safety,
+    l8_sharing,
+    l9_neutrality,
+)
+from .model import (
+    Reason,
+    Rejected,
+    allotted,
+    guarded,
+    read_set,
+    reads,
+    step,
+    visible,
+    writes,
+)
+from .planning import i4_planning
+from .state import Memory, Payload, PoolState, RequestState, State
+from .view import (
+    NO_SLOT,
+    NULL_BLOCK,
+    Move,
+    Plan,
+    PoolView,
+    ReadSet,
+    RequestView,
+    StateView,
+    Write,
+)
+
+__all__ = [
+    "LAWS",
+    "NO_SLOT",
+    "NULL_BLOCK",
+    "Append",
+    "Breach",
+    "Cache",
+    "Event",
+    "Evict",
+    "Finish",
+    "LawInfo",
+    "Memory",
+    "Move",
+    "MoveTokens",
+    "Payload",
+    "Plan",
+    "PoolState",
+    "PoolView",
+    "Preempt",
+    "ReadSet",
+    "Reason",
+    "Recycle",
+    "Rejected",
+    "Release",
+    "RequestState",
+    "RequestView",
+    "State",
+    "StateView",
+    "Uncache",
+    "Write",
+    "allotted",
+    "guarded",
+    "i1_conservation",
+    "i2_unique_mapping",
+    "i4_planning",
+    "is_protected",
+    "l5_accounting",
+    "l6_read_set",
+    "l7_write_safety",
+    "l8_sharing",
+    "l9_neutrality",
+    "read_set",
+    "reads",
+    "step",
+    "visible",
+    "writes",
+]

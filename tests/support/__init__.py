@@ -1,0 +1,1 @@
+"""What several tests share: engines, the exactness comparison, small fakes."""

@@ -1,0 +1,282 @@
+"""The checker beside the scheduler: every structural change and every step, before the worker
+hears of it.
+
+Level 1: counters and touched entries: L5's equation from its own block count, I2 and L7 of new
+slots, I4 of each plan's touched blocks.
+Level 2: also I2 of every request whose layout changed, I4 by the spec's predicate, and a full
+scan (I2, L5) every `SCAN_PERIOD` steps.
+Level 3: everything every step by the spec's predicates, and the spec's model in lock step.
+
+The block counts are kept independently of the tables and of vLLM's pool, so agreement of the
+three is evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+import vtoken_spec as spec
+from vtoken.checks import fast
+from vtoken.checks.judge import LawCounts, judge, screened
+from vtoken.checks.shadow import Shadow
+from vtoken.core.planner import DensePlan
+from vtoken.core.reclaimer import LayoutChange
+from vtoken.core.request_table import IntArray, RequestTable
+from vtoken.errors import InvariantViolation
+
+SCAN_PERIOD = 16
+
+
+class OnlineChecker:
+    """Implements `vtoken.core.reclaimer.Observer`.
+
+    Args:
+        level: 0 to 3; at 0 nothing is called.
+        scan_period: steps between two full scans at level 2.
+    """
+
+    def __init__(self, *, level: int, scan_period: int = SCAN_PERIOD) -> None:
+        self.level = level
+        self._scan_period = scan_period
+        self._view: spec.StateView
+        self._shadow: Shadow | None = None
+        self._counts = LawCounts()
+        self._references: dict[int, int] = {}
+        self._touched: dict[str, RequestTable] = {}
+        self._step = 0
+
+    def bind(self, view: spec.StateView) -> None:
+        """Set the view that the laws read; before the first event."""
+        self._view = view
+        if self.level >= 3:
+            self._shadow = Shadow(view.pool)
+
+    def counts(self) -> dict[str, int]:
+        """Evaluations per law since start."""
+        return self._counts.as_dict()
+
+    @property
+    def _scans(self) -> bool:
+        return self.level >= 3 or (self.level == 2 and self._step % self._scan_period == 0)
+
+    def watches_reads(self, req_id: str) -> bool:
+        """Whether the worker shall compare this request's accesses in this step (L6, L7)."""
+        return self.level >= 2 and (self._scans or req_id in self._touched)
+
+    # ------------------------------------------------------------------ events
+
+    def evicted(self, table: RequestTable, token_ids: IntArray) -> None:
+        self._touch(table)
+        if self._shadow is not None:
+            self._shadow.evicted(table, token_ids)
+
+    def planned(self, table: RequestTable, plan: DensePlan) -> None:
+        """I4, before anything of the plan is applied."""
+        self._counts.add("I4")
+        if plan.version != table.version:
+            raise InvariantViolation(
+                law="I4",
+                message="a plan of another table version would be applied",
+                req_id=table.req_id,
+                before=plan.version,
+                after=table.version,
+            )
+        if len(plan.token_ids) == 0:
+            return
+        if self.level >= 2:
+            judge(spec.i4_planning(self._view, _spec_plan(table, plan), version=table.version))
+            return
+        pool = self._view.pool
+        size = pool.block_size
+        for block in np.unique(table.slots_at(plan.targets) // size).tolist():
+            if block == spec.NULL_BLOCK or pool.ref_count(block) > 1 or pool.is_cached(block):
+                judge(spec.i4_planning(self._view, _spec_plan(table, plan), version=plan.version))
+
+    def reclaimed(self, table: RequestTable, change: LayoutChange) -> None:
+        self._touch(table)
+        for block in change.dropped:
+            self._unreference(table.req_id, block)
+        if self._shadow is not None:
+            self._shadow.reclaimed(table, change)
+
+    def writing(self, table: RequestTable, slots: IntArray, new_blocks: Sequence[int]) -> None:
+        """L7, before the table knows the step's tokens."""
+        self._counts.add("L7", len(slots))
+        pool = self._view.pool
+        size = pool.block_size
+        for block in new_blocks:
+            if block in self._references or block == spec.NULL_BLOCK or pool.ref_count(block) != 1:
+                self._bad_write(table, block * size, "a block that is not the request's alone")
+        for block in np.unique(slots // size).tolist():
+            if block not in self._references and block not in new_blocks:
+                self._bad_write(table, block * size, "a block that the request does not own")
+            if self._references.get(block, 1) > 1 or pool.ref_count(block) > 1:
+                self._bad_write(table, block * size, "a shared block")
+        for slot in slots.tolist() if len(slots) == 1 or self.level >= 2 else ():
+            position = table.position_of_slot(slot)
+            owner = table.owner_at(position) if position >= 0 else -1
+            if owner >= 0 and table.live[owner]:
+                self._bad_write(table, slot, f"live token {owner}")
+
+    def _bad_write(self, table: RequestTable, slot: int, what: str) -> None:
+        raise InvariantViolation(
+            law="L7",
+            message=f"a new token would be written onto {what}",
+            req_id=table.req_id,
+            token_id=table.logical_len,
+            slot=slot,
+        )
+
+    def appended(
+        self,
+        table: RequestTable,
+        slots: IntArray,
+        new_blocks: Sequence[int],
+        adopted: int,
+        *,
+        recycled: bool,
+    ) -> None:
+        for block in new_blocks:
+            self._references[block] = self._references.get(block, 0) + 1
+        if new_blocks or recycled:
+            self._touch(table)
+        self._check_counters(table)
+        if self._shadow is not None:
+            self._shadow.appended(table, slots, new_blocks, adopted, recycled=recycled)
+
+    def dropped(self, table: RequestTable) -> None:
+        for block in table.blocks.tolist():
+            self._unreference(table.req_id, block)
+        self._touched.pop(table.req_id, None)
+        if self._shadow is not None:
+            self._shadow.dropped(table)
+
+    # ------------------------------------------------------------------ steps
+
+    def end_step(self) -> None:
+        """L5's equation, and whatever the level asks for."""
+        if self.level == 0:
+            return
+        self._counts.add("L5")
+        pool = self._view.pool
+        free, owned = len_free(pool), len(self._references)
+        other = len(pool.headroom) + len(pool.held)
+        if free + owned + other != pool.num_blocks - 1:
+            judge(spec.l5_accounting(self._view))
+            raise InvariantViolation(
+                law="L5",
+                message=f"free {free} + owned {owned} + headroom and held {other} is not the "
+                f"{pool.num_blocks - 1} blocks besides the null block",
+            )
+        if self.level >= 3:
+            self._check_all()
+        elif self._scans:
+            self._scan()
+        elif self.level == 2:
+            for table in self._touched.values():
+                self._scan_request(table)
+        if self._shadow is not None:
+            self._shadow.compare(self._view)
+        self._touched.clear()
+        self._step += 1
+
+    def _check_all(self) -> None:
+        """Level 3: the spec's predicates themselves."""
+        view = self._view
+        self._counts.add("I2", len(view.requests))
+        judge(spec.i2_unique_mapping(view))
+        judge(spec.l5_accounting(view))
+
+    def _scan(self) -> None:
+        """Level 2, now and then: the fast forms over everything."""
+        pool, requests = self._view.pool, self._view.requests
+        for request in requests.values():
+            self._scan_request(request)
+        screened(
+            law="I2",
+            holds=fast.i2_across(pool, requests),
+            breaches=spec.i2_unique_mapping(self._view),
+            what="slots across requests",
+        )
+        screened(
+            law="L5",
+            holds=fast.l5_pool(pool, requests),
+            breaches=spec.l5_accounting(self._view),
+            what="pool",
+        )
+
+    def _scan_request(self, request: spec.RequestView) -> None:
+        self._counts.add("I2")
+        screened(
+            law="I2",
+            holds=fast.i2_request(self._view.pool, request),
+            breaches=spec.i2_unique_mapping(self._view),
+            what=f"request {request.req_id}",
+        )
+
+    def _check_counters(self, table: RequestTable) -> None:
+        """Level 1's I2: counts agree, and the newest token is where the table says."""
+        self._counts.add("I2")
+        newest = table.logical_len - 1
+        slot = table.slot_of(newest)
+        position = table.position_of_slot(slot) if self.level >= 2 else int(table.positions[newest])
+        size = table.block_size
+        spare = table.num_blocks * size - table.physical_len
+        if (
+            not table.live[newest]
+            or table.owner_at(position) != newest
+            or not 0 <= spare < 2 * size
+            or not 0 < table.num_live <= table.physical_len
+        ):
+            judge(spec.i2_unique_mapping(self._view))
+            raise InvariantViolation(
+                law="I2",
+                message=f"counters disagree: {table.num_live} live tokens, physical length "
+                f"{table.physical_len}, {table.num_blocks} blocks of {size}",
+                req_id=table.req_id,
+                token_id=newest,
+                slot=slot,
+            )
+
+    # ------------------------------------------------------------------ inside
+
+    def _touch(self, table: RequestTable) -> None:
+        self._touched[table.req_id] = table
+
+    def _unreference(self, req_id: str, block: int) -> None:
+        left = self._references.get(block, 0) - 1
+        if left < 0:
+            raise InvariantViolation(
+                law="L5",
+                message=f"block {block} is returned more often than it was owned",
+                req_id=req_id,
+            )
+        if left:
+            self._references[block] = left
+        else:
+            del self._references[block]
+
+
+def len_free(pool: spec.PoolView) -> int:
+    """Free blocks, from the pool's own counter where it has one."""
+    counted: int | None = getattr(pool, "num_free", None)
+    return len(pool.free) if counted is None else counted
+
+
+def _spec_plan(table: RequestTable, plan: DensePlan) -> spec.Plan:
+    sources = table.slots_at(table.positions[plan.token_ids]).tolist()
+    targets = table.slots_at(plan.targets).tolist()
+    moves = zip(plan.token_ids.tolist(), sources, targets, strict=True)
+    blocks = table.blocks
+    dropped = np.setdiff1d(np.arange(len(blocks)), plan.keep)
+    return spec.Plan(
+        req_id=table.req_id,
+        version=plan.version,
+        blocks=tuple(blocks.tolist()),
+        moves=tuple(spec.Move(*move) for move in moves),
+        released=tuple(blocks[dropped].tolist()),
+        purpose="dense",
+        order=tuple(blocks[plan.keep].tolist()),
+    )

@@ -1,0 +1,132 @@
+"""vToken's own configuration: plain values, checked on their own, before any engine exists.
+
+The same names everywhere: command line (`--budget-ratio`), configuration file, and
+`additional_config={"vtoken": {...}}` of vLLM (`budget_ratio`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from vtoken.core.reclaimer import ReclaimMode
+from vtoken.errors import Rejected
+from vtoken.policies import Policy, PolicyParams, find_policy
+
+CHECK_LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VTokenConfig:
+    """What to evict, how to reclaim it, how hard to check.
+
+    Attributes:
+        policy: name of an eviction policy, or "none": indirection only, nothing is evicted.
+        budget: tokens that a decode step may attend to, its own included; a prefill chunk comes
+            on top. The newest computed token always stays, whatever the budget.
+        budget_ratio: the same as a share of the request's length, in (0, 1]; one of the two.
+        sinks: first tokens that StreamingLLM keeps.
+        seed: seed of policies that draw.
+        reclaim: "eager" or "off", see `ReclaimMode`.
+        checks: 0 off; 1 counters and touched entries; 2 also payload digests of moved tokens
+            and periodic full scans; 3 everything every step, with the spec in lock step.
+    """
+
+    policy: str = "none"
+    budget: int | None = None
+    budget_ratio: float | None = None
+    sinks: int = 4
+    seed: int = 0
+    reclaim: str = "eager"
+    checks: int = 1
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        if self.reclaim not in [mode.value for mode in ReclaimMode]:
+            modes = ", ".join(mode.value for mode in ReclaimMode)
+            raise Rejected(f"unknown reclaim mode {self.reclaim!r}; choose one of: {modes}")
+        if self.checks not in CHECK_LEVELS:
+            raise Rejected(f"checks must be 0, 1, 2 or 3, not {self.checks}")
+        params = self.params  # rejects bad sinks and seeds
+        if self.policy == "none":
+            if self.budget is not None or self.budget_ratio is not None:
+                raise Rejected("a budget needs a policy; name one with --policy")
+            return
+        policy = find_policy(self.policy)
+        if self.budget is not None and self.budget_ratio is not None:
+            raise Rejected("budget is given both in tokens and as a ratio; give one of them")
+        if self.budget is None and self.budget_ratio is None:
+            raise Rejected(
+                f"policy {self.policy} needs a budget; give --budget TOKENS or --budget-ratio SHARE"
+            )
+        least = policy.min_budget(params)
+        if self.budget is not None and self.budget < least:
+            if self.budget < 1:
+                raise Rejected(f"budget must be positive, not {self.budget}")
+            raise Rejected(
+                f"budget {self.budget} is too small for {self.policy}: "
+                f"at least {least} (sinks {self.sinks} + 1)"
+            )
+        if self.budget_ratio is not None and not 0.0 < self.budget_ratio <= 1.0:
+            raise Rejected(f"budget_ratio must be in (0, 1], not {self.budget_ratio}")
+
+    @property
+    def params(self) -> PolicyParams:
+        return PolicyParams(sinks=self.sinks, seed=self.seed)
+
+    @property
+    def policy_class(self) -> type[Policy] | None:
+        return None if self.policy == "none" else find_policy(self.policy)
+
+    @property
+    def mode(self) -> ReclaimMode:
+        return ReclaimMode(self.reclaim)
+
+    def budget_for(self, num_tokens: int) -> int:
+        """Budget in tokens of a request that will have `num_tokens` after its next token."""
+        if self.budget is not None:
+            return self.budget
+        if self.budget_ratio is None:
+            return num_tokens
+        policy = self.policy_class
+        least = policy.min_budget(self.params) if policy else 1
+        return max(least, math.ceil(self.budget_ratio * num_tokens))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> VTokenConfig:
+        """Build from a configuration file or `additional_config["vtoken"]`.
+
+        Raises:
+            Rejected: an unknown name or a value out of range.
+        """
+        if not isinstance(values, Mapping):
+            raise Rejected(f"vtoken configuration must be a mapping, not {type(values).__name__}")
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise Rejected(f"unknown vtoken option {name!r}; known: {', '.join(known)}")
+        return cls(**dict(values))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _check_types(config: VTokenConfig) -> None:
+    """Reject values of a wrong type with the option's name (JSON and YAML let anything in)."""
+    for name in ("sinks", "seed", "checks"):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise Rejected(f"{name} must be a whole number, not {value!r}")
+    for name in ("policy", "reclaim"):
+        if not isinstance(getattr(config, name), str):
+            raise Rejected(f"{name} must be a name, not {getattr(config, name)!r}")
+    budget, ratio = config.budget, config.budget_ratio
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+        raise Rejected(
+            f"budget must be a whole number of tokens, not {budget!r}; "
+            "a share goes into budget_ratio"
+        )
+    if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float))):
+        raise Rejected(f"budget_ratio must be a number, not {ratio!r}")

@@ -1,0 +1,26 @@
+"""The virtualization boundary itself: table, block usage index, planner, reclaimer.
+
+Takes events and returns plans. Imports neither torch nor vLLM.
+"""
+
+from vtoken.core.meter import BlockMeter, BlockUsage
+from vtoken.core.planner import DensePlan, plan_dense, releasable_blocks
+from vtoken.core.reclaimer import LayoutChange, PoolPort, Reclaimer, ReclaimMode, StepLayout
+from vtoken.core.request_table import NO_SLOT, RequestTable
+from vtoken.core.table import TokenTable
+
+__all__ = [
+    "NO_SLOT",
+    "BlockMeter",
+    "BlockUsage",
+    "DensePlan",
+    "LayoutChange",
+    "PoolPort",
+    "ReclaimMode",
+    "Reclaimer",
+    "RequestTable",
+    "StepLayout",
+    "TokenTable",
+    "plan_dense",
+    "releasable_blocks",
+]

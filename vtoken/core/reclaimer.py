@@ -1,0 +1,313 @@
+"""The reclamation backend's scheduler half: turns dead tokens into layout changes.
+
+One `Reclaimer` per scheduler. Within a step, in this order:
+
+1. `evict` marks a request's victims dead;
+2. `prepare` reclaims: slot recycling, whole-block release and tail fill (`eager`), or
+   whole-block release alone (`off`). Freed blocks are back in the pool before vLLM allocates;
+3. vLLM's own scheduler runs and asks `physical_need` how many positions a request needs;
+4. `schedule` registers the tokens that were really scheduled;
+5. `take_changes` hands the worker what changed, `end_step` closes the step.
+
+Every structural change is complete before vLLM allocates a block in the same step, so blocks
+that two plans touch are disjoint. The worker executes steps in order and copies at the start
+of a step, before any KV write of that step: a block freed here is written by its next owner
+only after the copies out of it (L11 for copies in step order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from vtoken.core.meter import BlockMeter
+from vtoken.core.planner import DensePlan, plan_dense, plan_release
+from vtoken.core.request_table import BoolArray, IntArray, RequestTable
+from vtoken.core.table import TokenTable
+
+_NO_SLOTS = np.empty(0, dtype=np.int32)
+
+
+class ReclaimMode(StrEnum):
+    """What happens to dead tokens' memory.
+
+    off: "naive": dead tokens are not seen; a block returns only when all its tokens are dead.
+    eager: holes are recycled or closed before the next attention.
+    """
+
+    OFF = "off"
+    EAGER = "eager"
+
+
+class PoolPort(Protocol):
+    """What the backend needs from the block allocator; vLLM's BlockPool stands behind it."""
+
+    def private(self, blocks: IntArray) -> BoolArray:
+        """Per block, whether this request alone refers to it; bool, same shape."""
+
+    def uncache(self, blocks: IntArray) -> None:
+        """Take these private blocks out of the prefix cache, before they are written."""
+
+    def set_blocks(self, req_id: str, keep: Sequence[int], dropped: Sequence[int]) -> None:
+        """Make `keep` the request's block list and return its reference to `dropped`."""
+
+
+class Observer(Protocol):
+    """Online checks: told before and after each change, so a broken law stops it."""
+
+    def evicted(self, table: RequestTable, token_ids: IntArray) -> None: ...
+
+    def planned(self, table: RequestTable, plan: DensePlan) -> None: ...
+
+    def reclaimed(self, table: RequestTable, change: LayoutChange) -> None: ...
+
+    def writing(self, table: RequestTable, slots: IntArray, new_blocks: Sequence[int]) -> None: ...
+
+    def appended(
+        self,
+        table: RequestTable,
+        slots: IntArray,
+        new_blocks: Sequence[int],
+        adopted: int,
+        *,
+        recycled: bool,
+    ) -> None: ...
+
+    def dropped(self, table: RequestTable) -> None: ...
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """One request's structural change in one step, as the worker needs it.
+
+    Attributes:
+        token_ids, sources, targets: the moves, in slots; int32 `[n]` each.
+        blocks: the whole block list after the change and before this step's new blocks.
+        dropped: blocks the request gave back.
+        trimmed: whether the physical end was also cut back to the last live token.
+    """
+
+    req_id: str
+    token_ids: IntArray
+    sources: IntArray
+    targets: IntArray
+    blocks: list[int]
+    dropped: list[int]
+    trimmed: bool
+
+
+@dataclass
+class StepLayout:
+    """How one scheduled request's tokens lie in a step.
+
+    Attributes:
+        reclaimed: logical length minus physical length, after the step's tokens.
+        recycled_slot: slot of the step's single token when it recycles a hole, else -1.
+        live_slots: slots of all live tokens in logical order when holes are left before the
+            physical end (the gather view), else None (the dense view); int32.
+        num_live: how many slots attention has to read, the step's tokens included.
+    """
+
+    reclaimed: int
+    num_live: int
+    recycled_slot: int = -1
+    live_slots: IntArray | None = None
+
+
+@dataclass
+class ReclaimCounters:
+    """Exact counts since start."""
+
+    evicted: int = 0
+    recycled: int = 0
+    moved: int = 0
+    released_blocks: int = 0
+    plans: int = 0
+    recomputed_requests: int = field(default=0)
+
+    def as_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+
+class Reclaimer:
+    """Token tables plus the `off` and `eager` modes of reclamation.
+
+    Args:
+        block_size: tokens per block.
+        mode: see `ReclaimMode`.
+        pool: the block allocator.
+        observer: online checks, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        mode: ReclaimMode,
+        pool: PoolPort,
+        observer: Observer | None = None,
+    ) -> None:
+        self.tables = TokenTable(block_size)
+        self.mode = mode
+        self.counters = ReclaimCounters()
+        self.meter = BlockMeter()
+        self.observer = observer
+        self._pool = pool
+        self._changes: dict[str, tuple[RequestTable, LayoutChange]] = {}
+        # Position of the hole that a request's next token takes; valid for this step only.
+        self._holes: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ one step
+
+    def evict(self, req_id: str, token_ids: IntArray) -> None:
+        """Mark tokens dead from this step on. Raises `Rejected`; nothing changes then."""
+        table = self.tables[req_id]
+        table.evict(token_ids)
+        self.counters.evicted += len(token_ids)
+        if self.observer is not None and len(token_ids):
+            self.observer.evicted(table, token_ids)
+
+    def prepare(self, req_id: str, *, pending: int) -> None:
+        """Reclaim what this request's dead tokens hold, before vLLM allocates.
+
+        Args:
+            pending: tokens the request still has to compute; with exactly one, it recycles.
+        """
+        table = self.tables[req_id]
+        self._holes.pop(req_id, None)
+        if table.num_holes == 0:
+            return
+        if self.mode is ReclaimMode.OFF:
+            self._release_only(table)
+        else:
+            self._make_dense(table, recycle=pending == 1)
+
+    def _release_only(self, table: RequestTable) -> None:
+        planned = plan_release(table)
+        if planned is None:
+            return
+        keep, physical_len = planned
+        self._commit(table, _NO_SLOTS, _NO_SLOTS, _NO_SLOTS, keep, physical_len, trimmed=False)
+
+    def _make_dense(self, table: RequestTable, *, recycle: bool) -> None:
+        private = self._pool.private(table.blocks)
+        plan = plan_dense(table, private, recycle=recycle)
+        if plan is None:
+            return
+        if len(plan.written):
+            # Unreachable first, written after: never the other way round (L8).
+            self._pool.uncache(table.blocks[plan.written])
+        if self.observer is not None:
+            self.observer.planned(table, plan)
+        self.counters.plans += 1
+        hole_slot = table.slot_at(plan.hole) if plan.hole >= 0 else -1
+        unchanged = len(plan.token_ids) == 0 and len(plan.keep) == table.num_blocks
+        if not (unchanged and plan.physical_len == table.physical_len):
+            sources = table.slots_at(table.positions[plan.token_ids])
+            targets = table.slots_at(plan.targets)
+            table.move(plan.token_ids, plan.targets)
+            self._commit(
+                table,
+                plan.token_ids,
+                sources,
+                targets,
+                plan.keep,
+                plan.physical_len,
+                trimmed=True,
+            )
+            self.counters.moved += len(plan.token_ids)
+        if plan.hole >= 0:
+            self._holes[table.req_id] = (
+                plan.hole if unchanged else table.position_of_slot(hole_slot)
+            )
+
+    def _commit(
+        self,
+        table: RequestTable,
+        token_ids: IntArray,
+        sources: IntArray,
+        targets: IntArray,
+        keep: IntArray,
+        physical_len: int,
+        *,
+        trimmed: bool,
+    ) -> None:
+        dropped = table.set_layout(keep, physical_len)
+        blocks: list[int] = table.blocks.tolist()
+        self._pool.set_blocks(table.req_id, blocks, dropped)
+        self.counters.released_blocks += len(dropped)
+        change = LayoutChange(table.req_id, token_ids, sources, targets, blocks, dropped, trimmed)
+        self._changes[table.req_id] = (table, change)
+        if self.observer is not None:
+            self.observer.reclaimed(table, change)
+
+    def physical_need(self, req_id: str, num_tokens: int) -> int:
+        """Positions the request needs once it has `num_tokens` logical tokens.
+
+        A request without a table (not scheduled yet) needs one per token.
+        """
+        table = self.tables.get(req_id)
+        if table is None:
+            return num_tokens
+        new = num_tokens - table.logical_len
+        if new == 1 and req_id in self._holes:
+            return table.physical_len
+        return table.physical_len + max(new, 0)
+
+    def schedule(
+        self, req_id: str, new_blocks: Sequence[int], total_len: int, *, adopted: int = 0
+    ) -> StepLayout:
+        """Register the tokens scheduled in this step.
+
+        Args:
+            new_blocks: blocks that the request gained in this step, in order.
+            total_len: its logical length after the step.
+            adopted: leading tokens of a new request that come from the prefix cache.
+        """
+        table = self.tables.open(req_id)
+        hole = self._holes.pop(req_id, None)
+        recycled = hole is not None and total_len == table.logical_len + 1
+        if self.observer is not None and not adopted:
+            slots = table.next_slots(new_blocks, total_len, hole=hole if recycled else None)
+            self.observer.writing(table, slots, new_blocks)
+        positions = table.append(new_blocks, total_len, hole=hole if recycled else None)
+        layout = StepLayout(table.reclaimed, table.num_live)
+        if recycled:
+            self.counters.recycled += 1
+            layout.recycled_slot = table.slot_at(int(positions[0]))
+        if table.num_holes:
+            layout.live_slots = table.live_slots()
+        self.meter.update(table)
+        if self.observer is not None:
+            self.observer.appended(
+                table, table.slots_at(positions), new_blocks, adopted, recycled=recycled
+            )
+        return layout
+
+    def take_changes(self) -> list[LayoutChange]:
+        """The step's structural changes, once; those of requests dropped since are left out."""
+        changes = [
+            change
+            for req_id, (table, change) in self._changes.items()
+            if self.tables.get(req_id) is table
+        ]
+        self._changes.clear()
+        return changes
+
+    def end_step(self) -> None:
+        """Close the step: holes of requests that were not scheduled are planned anew."""
+        self._holes.clear()
+        self.meter.end_step()
+
+    def drop(self, req_id: str) -> None:
+        """A request finished, was aborted or preempted: its table goes, its plan with it."""
+        table = self.tables.drop(req_id)
+        self._changes.pop(req_id, None)
+        self._holes.pop(req_id, None)
+        self.meter.drop(req_id)
+        if table is not None and self.observer is not None:
+            self.observer.dropped(table)

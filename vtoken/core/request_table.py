@@ -1,0 +1,501 @@
+"""One request's token table: logical token id -> (block, offset) and liveness.
+
+Inside a request, places are kept as *positions*, which count slots along the block list:
+position p is offset `p % block_size` of block `blocks[p // block_size]`. A position is what a
+dense view and the block usage index need, and a change of the block list (release, reorder) is
+one vector operation instead of one per token.
+
+Memory per token: 4 bytes position + 1 byte liveness + 4 bytes owner (position -> token id), in
+arrays grown by an eighth, plus 12 bytes per block; independent of layers and heads.
+`RequestTable.nbytes` gives the exact figure and a test bounds it at 16 bytes per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vtoken.errors import InvariantViolation, Rejected
+
+IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_SLOT = -1
+_FREE = -1  # owner of a position that holds no token (never written, or its token was reclaimed)
+_GROWTH_TOKENS = 64
+_RECENT_HOLES = 16
+
+
+def _grown(array: npt.NDArray[np.generic], need: int, fill: int) -> npt.NDArray[np.generic]:
+    """`array` with room for `need` entries, new entries set to `fill`."""
+    size = need + max(_GROWTH_TOKENS, need >> 3)
+    bigger = np.full(size, fill, dtype=array.dtype)
+    bigger[: len(array)] = array
+    return bigger
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """A `vtoken_spec.view.RequestView` that does not change when the table does."""
+
+    req_id: str
+    logical_len: int
+    physical_len: int
+    blocks: IntArray
+    slots: IntArray
+    live: BoolArray
+
+
+class RequestTable:
+    """Where one request's tokens are, and which of them are live.
+
+    Implements `vtoken_spec.view.RequestView`, so the laws read it directly.
+
+    Attributes:
+        logical_len: number of tokens ever registered; the next id.
+        physical_len: positions [0, physical_len) are in use: live tokens and holes.
+        num_live: live tokens.
+        version: bumped by every structural change (eviction, moves, release, reorder).
+        evicted: whether any token of this request was ever evicted; prefix caching ends there.
+    """
+
+    __slots__ = (
+        "_block_ids",
+        "_block_live",
+        "_live",
+        "_logical_live",
+        "_num_blocks",
+        "_owner",
+        "_position",
+        "_recent_holes",
+        "block_size",
+        "evicted",
+        "logical_len",
+        "naive_blocks",
+        "num_live",
+        "physical_len",
+        "req_id",
+        "version",
+    )
+
+    def __init__(self, req_id: str, block_size: int) -> None:
+        self.req_id = req_id
+        self.block_size = block_size
+        self.logical_len = 0
+        self.physical_len = 0
+        self.num_live = 0
+        self.version = 0
+        self.evicted = False
+        self.naive_blocks = 0
+        self._num_blocks = 0
+        self._position: IntArray = np.empty(0, dtype=np.int32)
+        self._live: BoolArray = np.empty(0, dtype=np.bool_)
+        self._owner: IntArray = np.empty(0, dtype=np.int32)
+        self._block_ids: IntArray = np.empty(0, dtype=np.int32)
+        self._block_live: IntArray = np.empty(0, dtype=np.int32)
+        # Live tokens per *logical* block: what a cache that never moves anything would hold.
+        self._logical_live: IntArray = np.empty(0, dtype=np.int32)
+        self._recent_holes: list[int] = []
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def blocks(self) -> IntArray:
+        """Owned block ids in physical order, int32 `[num_blocks]` (a view; do not write)."""
+        return self._block_ids[: self._num_blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def live(self) -> BoolArray:
+        """Liveness per logical id, bool `[logical_len]` (a view; do not write)."""
+        return self._live[: self.logical_len]
+
+    @property
+    def positions(self) -> IntArray:
+        """Position per logical id, `NO_SLOT` once reclaimed; int32 `[logical_len]`."""
+        return self._position[: self.logical_len]
+
+    @property
+    def block_live(self) -> IntArray:
+        """The block usage index: live tokens per owned block, int32 `[num_blocks]`."""
+        return self._block_live[: self._num_blocks]
+
+    @property
+    def slots(self) -> IntArray:
+        """Slot per logical id, `NO_SLOT` once reclaimed; int32 `[logical_len]` (a copy)."""
+        position = self.positions
+        slots = self.slots_at(np.maximum(position, 0)) if len(position) else position.copy()
+        slots[position < 0] = NO_SLOT
+        return slots
+
+    @property
+    def num_holes(self) -> int:
+        return self.physical_len - self.num_live
+
+    @property
+    def reclaimed(self) -> int:
+        """`logical_len - physical_len`: how far physical positions lag behind logical ones."""
+        return self.logical_len - self.physical_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by this table's arrays."""
+        arrays = (
+            self._position,
+            self._live,
+            self._owner,
+            self._block_ids,
+            self._block_live,
+            self._logical_live,
+        )
+        return sum(array.nbytes for array in arrays)
+
+    def slots_at(self, positions: IntArray) -> IntArray:
+        """Slots of `positions` (each below `num_blocks * block_size`), int32."""
+        index, offset = np.divmod(positions, np.int32(self.block_size))
+        slots: IntArray = self._block_ids[index] * np.int32(self.block_size) + offset
+        return slots
+
+    def slot_at(self, position: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        return int(self._block_ids[index]) * self.block_size + offset
+
+    def slot_of(self, token_id: int) -> int:
+        """Slot of a token that is live or a hole, `NO_SLOT` once reclaimed.
+
+        Raises:
+            Rejected: the id was never registered.
+        """
+        if not 0 <= token_id < self.logical_len:
+            raise Rejected(f"request {self.req_id}: token {token_id} is unknown")
+        position = int(self._position[token_id])
+        return NO_SLOT if position < 0 else self.slot_at(position)
+
+    def live_slots(self) -> IntArray:
+        """Slots of the live tokens in logical order, int32 `[num_live]`: the exact read set."""
+        return self.slots_at(self.positions[self.live])
+
+    def snapshot(self) -> TableSnapshot:
+        """What the laws see of this table, frozen."""
+        return TableSnapshot(
+            self.req_id,
+            self.logical_len,
+            self.physical_len,
+            self.blocks.copy(),
+            self.slots,
+            self.live.copy(),
+        )
+
+    def position_of_slot(self, slot: int) -> int:
+        """Position of `slot` in this request's block list, or -1 if the block is not owned."""
+        block, offset = divmod(slot, self.block_size)
+        index = np.flatnonzero(self.blocks == block)
+        return -1 if len(index) == 0 else int(index[0]) * self.block_size + offset
+
+    def owner_at(self, position: int) -> int:
+        """Id of the token whose entry sits at `position`, live or dead; -1 if none."""
+        return int(self._owner[position]) if position < len(self._owner) else _FREE
+
+    def live_mask(self, index: IntArray) -> BoolArray:
+        """Which slots of the blocks at list indices `index` are live, bool `[n, block_size]`."""
+        size = self.block_size
+        self._fit_owner(self._num_blocks * size)
+        owner = self._owner[: self._num_blocks * size].reshape(-1, size)[index]
+        mask: BoolArray = (owner >= 0) & self._live[np.maximum(owner, 0)]
+        return mask
+
+    def hole_positions(self) -> IntArray:
+        """Positions in [0, physical_len) without a live token, ascending, int32."""
+        owner = self._owner[: self.physical_len]
+        dead = (owner < 0) | ~self._live[np.maximum(owner, 0)]
+        return np.flatnonzero(dead).astype(np.int32)
+
+    def recent_hole(self) -> int:
+        """A hole made lately, or any hole, as a position; -1 if there is none.
+
+        Steady state asks for the hole it made in the same step, so that one is found without a
+        scan.
+        """
+        while self._recent_holes:
+            position = self._recent_holes.pop()
+            if position < self.physical_len:
+                owner = int(self._owner[position])
+                if owner < 0 or not self._live[owner]:
+                    return position
+        if self.num_holes == 0:
+            return -1
+        return int(self.hole_positions()[0])
+
+    def next_slots(
+        self, new_blocks: Sequence[int], total_len: int, *, hole: int | None = None
+    ) -> IntArray:
+        """Slots that `append` with the same arguments would give, int32 `[n]`; for checks."""
+        if hole is not None:
+            return np.array([self.slot_at(hole)], dtype=np.int32)
+        size = self.block_size
+        positions = np.arange(
+            self.physical_len, self.physical_len + total_len - self.logical_len, dtype=np.int32
+        )
+        blocks = np.concatenate([self.blocks, np.asarray(new_blocks, dtype=np.int32)])
+        slots: IntArray = blocks[positions // size] * np.int32(size) + positions % size
+        return slots
+
+    # ------------------------------------------------------------------ writing
+
+    def append(
+        self, new_blocks: Sequence[int], total_len: int, *, hole: int | None = None
+    ) -> IntArray:
+        """Register tokens `logical_len .. total_len - 1`; returns their positions, int32 `[n]`.
+
+        They are placed at the physical end, or, for a single token, in `hole` (slot recycling).
+
+        Raises:
+            Rejected: `total_len` is not larger, the blocks do not hold it, a block is owned
+                already, or `hole` is given for more than one token.
+            InvariantViolation: `hole` holds a live token (L7).
+        """
+        count = total_len - self.logical_len
+        if count <= 0:
+            raise Rejected(
+                f"request {self.req_id}: total_len {total_len} does not extend {self.logical_len}"
+            )
+        size = self.block_size
+        end = self.physical_len if hole is not None else self.physical_len + count
+        capacity = (self._num_blocks + len(new_blocks)) * size
+        if end > capacity:
+            raise Rejected(
+                f"request {self.req_id}: {end} positions do not fit {capacity // size} blocks"
+            )
+        if hole is not None and count != 1:
+            raise Rejected(f"request {self.req_id}: a hole takes one token, not {count}")
+        if hole is not None:
+            self._check_recyclable(hole)
+        if len(new_blocks):
+            self._append_blocks(new_blocks)
+        self._fit_tokens(total_len)
+        self._fit_owner(end)
+        first = self.logical_len
+        if hole is not None:
+            self._drop_owner(hole)
+            positions = np.array([hole], dtype=np.int32)
+            self.version += 1
+        else:
+            positions = np.arange(self.physical_len, end, dtype=np.int32)
+        if count == 1:  # the decode step; scalar writes are several times cheaper than slices
+            position = int(positions[0])
+            self._position[first] = position
+            self._owner[position] = first
+            self._live[first] = True
+            self._block_live[position // size] += 1
+            logical_block = first // size
+            if self._logical_live[logical_block] == 0:
+                self.naive_blocks += 1
+            self._logical_live[logical_block] += 1
+        else:
+            self._position[first:total_len] = positions
+            self._owner[positions] = np.arange(first, total_len, dtype=np.int32)
+            self._live[first:total_len] = True
+            index, counts = np.unique(positions // size, return_counts=True)
+            self._block_live[index] += counts.astype(np.int32)
+            logical = np.arange(first, total_len) // size
+            index, counts = np.unique(logical, return_counts=True)
+            self.naive_blocks += int(np.count_nonzero(self._logical_live[index] == 0))
+            self._logical_live[index] += counts.astype(np.int32)
+        self.logical_len = total_len
+        self.physical_len = end
+        self.num_live += count
+        return positions
+
+    def evict(self, token_ids: IntArray) -> None:
+        """Mark tokens dead: metadata only, nothing moves and nothing is freed.
+
+        Raises:
+            Rejected: an id is unknown, dead already, given twice, or the request's newest token.
+                Nothing changes then.
+        """
+        count = len(token_ids)
+        if count == 0:
+            return
+        self._check_evictable(token_ids)
+        size = self.block_size
+        if count == 1:
+            token_id = int(token_ids[0])
+            position = int(self._position[token_id])
+            self._live[token_id] = False
+            self._block_live[position // size] -= 1
+            logical = token_id // size
+            self._logical_live[logical] -= 1
+            if self._logical_live[logical] == 0:
+                self.naive_blocks -= 1
+        else:
+            positions = self._position[token_ids]
+            self._live[token_ids] = False
+            index, counts = np.unique(positions // size, return_counts=True)
+            self._block_live[index] -= counts.astype(np.int32)
+            index, counts = np.unique(token_ids // size, return_counts=True)
+            self._logical_live[index] -= counts.astype(np.int32)
+            self.naive_blocks -= int(np.count_nonzero(self._logical_live[index] == 0))
+        if count <= _RECENT_HOLES:
+            self._recent_holes.extend(int(p) for p in self._position[token_ids])
+            del self._recent_holes[:-_RECENT_HOLES]
+        self.num_live -= count
+        self.evicted = True
+        self.version += 1
+
+    def move(self, token_ids: IntArray, targets: IntArray) -> None:
+        """Give live tokens new positions, all or nothing; sources become free positions.
+
+        Args:
+            token_ids: distinct live ids, int32 `[n]`.
+            targets: distinct positions without a live token that stays, int32 `[n]`; may lie
+                beyond `physical_len` but within the block list.
+
+        Raises:
+            InvariantViolation: I2 would break. Nothing changes then.
+        """
+        if len(token_ids) == 0:
+            return
+        size = self.block_size
+        self._fit_owner(self._num_blocks * size)
+        self._check_move(token_ids, targets)
+        sources = self._position[token_ids].copy()
+        replaced = self._owner[targets]
+        self._position[replaced[replaced >= 0]] = NO_SLOT
+        self._owner[sources] = _FREE
+        self._owner[targets] = token_ids
+        self._position[token_ids] = targets
+        np.subtract.at(self._block_live, sources // size, 1)
+        np.add.at(self._block_live, targets // size, 1)
+        self.physical_len = max(self.physical_len, int(targets.max()) + 1)
+        self._recent_holes.clear()
+        self.version += 1
+
+    def set_layout(self, keep: IntArray, physical_len: int) -> list[int]:
+        """Reduce the block list to the blocks at indices `keep`, in that order.
+
+        Tokens in dropped blocks or at or beyond `physical_len` (new order) must be dead; they
+        become reclaimed. Returns the dropped block ids.
+
+        Raises:
+            InvariantViolation: a live token would lose its slot (I1). Nothing changes then.
+        """
+        size = self.block_size
+        total = self._num_blocks
+        self._fit_owner(total * size)
+        grid = self._owner[: total * size].reshape(total, size)
+        owner = grid[keep].reshape(-1)
+        lost = [owner[physical_len:]]
+        dropped_index = np.setdiff1d(np.arange(total, dtype=np.int32), keep)
+        lost.append(grid[dropped_index].reshape(-1))
+        gone = np.concatenate(lost)
+        gone = gone[gone >= 0]
+        if len(gone) and self._live[gone].any():
+            token = int(gone[self._live[gone]][0])
+            raise InvariantViolation(
+                law="I1",
+                message="a live token would lose its slot in a release",
+                req_id=self.req_id,
+                token_id=token,
+                slot=self.slot_of(token),
+            )
+        dropped = [int(b) for b in self._block_ids[dropped_index]]
+        self._position[gone] = NO_SLOT
+        owner[physical_len:] = _FREE
+        self._block_ids[: len(keep)] = self._block_ids[keep]
+        self._block_live[: len(keep)] = self._block_live[keep]
+        self._num_blocks = len(keep)
+        self._owner[: len(owner)] = owner
+        self._owner[len(owner) :] = _FREE
+        held = np.flatnonzero(owner >= 0)
+        self._position[owner[held]] = held
+        self.physical_len = physical_len
+        self._recent_holes.clear()
+        self.version += 1
+        return dropped
+
+    # ------------------------------------------------------------------ inside
+
+    def _append_blocks(self, new_blocks: Sequence[int]) -> None:
+        need = self._num_blocks + len(new_blocks)
+        fresh = np.asarray(new_blocks, dtype=np.int32)
+        if len(np.intersect1d(fresh, self.blocks)) or len(np.unique(fresh)) != len(fresh):
+            raise Rejected(f"request {self.req_id}: block list would hold a block twice")
+        if need > len(self._block_ids):
+            self._block_ids = _grown(self._block_ids, need, 0)[: need + 4].copy()  # type: ignore[assignment]
+            self._block_live = _grown(self._block_live, need, 0)[: need + 4].copy()  # type: ignore[assignment]
+        self._block_ids[self._num_blocks : need] = fresh
+        self._block_live[self._num_blocks : need] = 0
+        self._num_blocks = need
+
+    def _fit_tokens(self, total_len: int) -> None:
+        if total_len > len(self._position):
+            self._position = _grown(self._position, total_len, NO_SLOT)  # type: ignore[assignment]
+            self._live = _grown(self._live, total_len, 0)  # type: ignore[assignment]
+        logical_blocks = -(-total_len // self.block_size)
+        if logical_blocks > len(self._logical_live):
+            grown = _grown(self._logical_live, logical_blocks, 0)
+            self._logical_live = grown[: logical_blocks + (logical_blocks >> 3) + 4].copy()  # type: ignore[assignment]
+
+    def _fit_owner(self, end: int) -> None:
+        if end > len(self._owner):
+            self._owner = _grown(self._owner, end, _FREE)  # type: ignore[assignment]
+
+    def _drop_owner(self, position: int) -> None:
+        owner = int(self._owner[position])
+        if owner >= 0:
+            self._position[owner] = NO_SLOT
+
+    def _check_recyclable(self, hole: int) -> None:
+        owner = int(self._owner[hole]) if hole < self.physical_len else _FREE
+        if not 0 <= hole < self.physical_len or (owner >= 0 and self._live[owner]):
+            raise InvariantViolation(
+                law="L7",
+                message="a new token would be written where no hole is",
+                req_id=self.req_id,
+                token_id=owner,
+                slot=self.slot_at(hole) if 0 <= hole < self._num_blocks * self.block_size else hole,
+            )
+
+    def _check_evictable(self, token_ids: IntArray) -> None:
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.logical_len:
+            bad = low if low < 0 else high
+            raise Rejected(f"request {self.req_id}: token {bad} is unknown or not yet computed")
+        if high == self.logical_len - 1:
+            raise Rejected(f"request {self.req_id}: token {high} is the newest and stays")
+        live = self._live[token_ids]
+        if not live.all():
+            dead = int(token_ids[~live][0])
+            raise Rejected(f"request {self.req_id}: token {dead} is dead already")
+        if len(token_ids) > 1 and len(np.unique(token_ids)) != len(token_ids):
+            raise Rejected(f"request {self.req_id}: a token is named twice in one eviction")
+
+    def _check_move(self, token_ids: IntArray, targets: IntArray) -> None:
+        def broken(message: str, token: int, slot: int) -> InvariantViolation:
+            return InvariantViolation(
+                law="I2", message=message, req_id=self.req_id, token_id=token, slot=slot
+            )
+
+        limit = self._num_blocks * self.block_size
+        if int(targets.min()) < 0 or int(targets.max()) >= limit:
+            raise broken("a move leaves the block list", int(token_ids[0]), int(targets.max()))
+        if len(np.unique(targets)) != len(targets) or len(np.unique(token_ids)) != len(token_ids):
+            raise broken("two moves share a token or a target", int(token_ids[0]), NO_SLOT)
+        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self.logical_len:
+            raise broken("a move names an unknown token", int(token_ids.max()), NO_SLOT)
+        if not self._live[token_ids].all():
+            dead = int(token_ids[~self._live[token_ids]][0])
+            raise broken("a dead token would be moved", dead, self.slot_of(dead))
+        owner = self._owner[targets]
+        taken = (owner >= 0) & self._live[np.maximum(owner, 0)]
+        if taken.any():
+            first = int(np.flatnonzero(taken)[0])
+            raise broken(
+                "a move lands on a live token", int(owner[first]), self.slot_at(int(targets[first]))
+            )

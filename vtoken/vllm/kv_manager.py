@@ -1,0 +1,114 @@
+"""KV cache spec and manager: vLLM's allocator counts physical instead of logical tokens.
+
+`VTokenAttentionSpec` equals `FullAttentionSpec`; its type alone makes vLLM's coordinator build
+`VTokenManager`. `allocate_slots`, the coordinator and BlockPool stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
+
+from vtoken.core.reclaimer import Reclaimer
+from vtoken.core.request_table import BoolArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class VTokenAttentionSpec(FullAttentionSpec):
+    """Full attention whose blocks are managed through a token table."""
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec) -> VTokenAttentionSpec:
+        return cls(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.init})
+
+
+class VTokenManager(FullAttentionManager):
+    """A request's block list, kept in the physical order of its token table.
+
+    `reclaimer` is set by the scheduler right after construction; without it (None) every method
+    behaves as vLLM's own.
+    """
+
+    reclaimer: Reclaimer | None = None
+
+    # ---- overrides of vLLM
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        if self.reclaimer is not None:
+            num_tokens = self.reclaimer.physical_need(request_id, num_tokens)
+        count: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        return count
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        if self.reclaimer is not None:
+            num_tokens = self.reclaimer.physical_need(request_id, num_tokens)
+        blocks: list[KVCacheBlock] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        return blocks
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        # After a request's first eviction its later KV depends on the pruned context, and its
+        # blocks no longer hold what their index says: nothing of it may be hit any more.
+        if self.reclaimer is not None:
+            table = self.reclaimer.tables.get(request.request_id)
+            if table is not None and table.evicted:
+                return
+        super().cache_blocks(request, *args, **kwargs)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        # Finish, abort and preemption all pass here; a late plan for the request is dropped.
+        if self.reclaimer is not None:
+            self.reclaimer.drop(request_id)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+    # ---- PoolPort, for the reclaimer
+
+    def private(self, blocks: IntArray) -> BoolArray:
+        pool = self.block_pool.blocks
+        return np.array([pool[b].ref_cnt == 1 for b in blocks.tolist()], dtype=np.bool_)
+
+    def uncache(self, blocks: IntArray) -> None:
+        cached = {b for b in blocks.tolist() if self.block_pool.blocks[b].block_hash is not None}
+        if cached:
+            self.block_pool.evict_blocks(cached)
+
+    def set_blocks(self, req_id: str, keep: Sequence[int], dropped: Sequence[int]) -> None:
+        pool = self.block_pool.blocks
+        self.req_to_blocks[req_id][:] = [pool[b] for b in keep]
+        if dropped:
+            # Tail blocks first, as vLLM frees them, so that prefixes stay hit-able longest.
+            self.block_pool.free_blocks([pool[b] for b in reversed(dropped)])
+
+    # ---- for the scheduler
+
+    def block_count(self, req_id: str) -> int:
+        return len(self.req_to_blocks[req_id])
+
+    def block_ids_from(self, req_id: str, first: int) -> list[int]:
+        """Ids of the request's blocks from list index `first` on."""
+        return [block.block_id for block in self.req_to_blocks[req_id][first:]]
+
+
+def register_spec() -> None:
+    """Tell vLLM's registry about the spec; idempotent, as plugins may load twice."""
+    # The registry fills itself only while it is empty; ours must not be the first entry.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(
+        VTokenAttentionSpec,
+        manager_class=VTokenManager,
+        uniform_type_base_spec=FullAttentionSpec,
+    )

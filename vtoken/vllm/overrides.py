@@ -1,0 +1,123 @@
+"""The register of everything of vLLM that vToken overrides, in a form that start-up checks.
+
+`REGISTER.md` says why and when each may go; this table says what is overridden and what it
+looked like when the override was written. A changed signature refuses the start.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Override:
+    """One overridden or relied-on callable.
+
+    Attributes:
+        target: `module:Class.method` of vLLM.
+        parameters: its parameter names, in order, as of vLLM 0.32.0.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+
+    def current(self) -> tuple[str, ...] | None:
+        """Parameter names found in the installed vLLM, None if the target is gone."""
+        module, _, path = self.target.partition(":")
+        try:
+            found: object = import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+        except (ImportError, AttributeError):
+            return None
+        return tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+
+
+_MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+
+OVERRIDES: tuple[Override, ...] = (
+    Override(
+        f"{_MANAGER}.get_num_blocks_to_allocate",
+        (
+            "self",
+            "request_id",
+            "num_tokens",
+            "new_computed_blocks",
+            "total_computed_tokens",
+            "num_local_computed_tokens",
+            "num_tokens_main_model",
+            "apply_admission_cap",
+            "prefill_end",
+        ),
+    ),
+    Override(
+        f"{_MANAGER}.allocate_new_blocks",
+        ("self", "request_id", "num_tokens", "num_tokens_main_model"),
+    ),
+    Override(
+        f"{_MANAGER}.cache_blocks",
+        ("self", "request", "num_tokens", "retention_interval", "replay_boundaries"),
+    ),
+    Override(f"{_MANAGER}.pop_blocks_for_free", ("self", "request_id")),
+    Override(f"{_SCHEDULER}.schedule", ("self", "throttle_prefills")),
+    Override(f"{_SCHEDULER}._free_request_blocks", ("self", "request")),
+    Override(f"{_RUNNER}.get_kv_cache_spec", ("self",)),
+    Override(
+        f"{_RUNNER}.initialize_kv_cache",
+        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    ),
+    Override(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
+    Override(f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")),
+    Override(
+        f"{_RUNNER}._build_attention_metadata",
+        (
+            "self",
+            "num_tokens",
+            "num_reqs",
+            "max_query_len",
+            "num_tokens_padded",
+            "num_reqs_padded",
+            "ubatch_slices",
+            "logits_indices",
+            "max_num_sampled_tokens",
+            "use_spec_decode",
+            "for_cudagraph_capture",
+            "num_scheduled_tokens",
+            "slot_mappings",
+        ),
+    ),
+    Override(
+        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
+        (
+            "self",
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ),
+    ),
+    Override("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
+    Override("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
+    Override(f"{_POOL}.free_blocks", ("self", "ordered_blocks")),
+    Override(f"{_POOL}.evict_blocks", ("self", "block_ids")),
+)
+
+
+def changed_overrides() -> list[str]:
+    """Targets whose signature differs from the register, with what was found."""
+    changed = []
+    for override in OVERRIDES:
+        current = override.current()
+        if current != override.parameters:
+            changed.append(override.target.partition(":")[2])
+    return changed

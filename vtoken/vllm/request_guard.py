@@ -1,0 +1,39 @@
+"""Refuses requests that eviction would make inexact, with HTTP 400 and the reason.
+
+vLLM's official place to validate a request from outside is a logits processor's
+`validate_params`; this one never touches logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+
+
+class RequestGuard(LogitsProcessor):
+    """Validates requests at admission; installed whenever a policy is."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError(
+                "prompt_logprobs cannot be combined with token eviction: a prompt's later tokens "
+                "are computed on a pruned context; leave prompt_logprobs out, or serve without "
+                "a policy"
+            )
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        del vllm_config, device, is_pin_memory  # keeps no state
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        del batch_update

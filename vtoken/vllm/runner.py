@@ -1,0 +1,223 @@
+"""Runner mixin for vLLM's V1 model runners: applies layout changes and corrects the inputs.
+
+Positions are never touched: they stay logical. What changes is where vLLM looks: the slot of
+each new token, the length of each sequence in slots, and the block list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vtoken.checks.worker import WorkerChecker
+from vtoken.core.reclaimer import LayoutChange, StepLayout
+from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
+from vtoken.kv.layouts import KVLayout
+from vtoken.vllm.backend import GatherScratch, attach_rows, gather_rows
+from vtoken.vllm.guards import check_layers
+from vtoken.vllm.kv_manager import VTokenAttentionSpec
+from vtoken.vllm.metadata import StepMetadata, metadata_of
+from vtoken.vllm.settings import settings_of
+
+_NO_STEP = StepMetadata()
+
+
+class VTokenRunnerMixin:
+    """What vToken adds to a V1 model runner. Mixed in before the runner class."""
+
+    # Provided by vLLM's runner, named here for readers and type checkers.
+    vllm_config: Any
+    kv_cache_config: Any
+    compilation_config: Any
+    requests: dict[str, Any]
+    input_batch: Any
+    attn_groups: Any
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    optimistic_seq_lens_cpu: torch.Tensor
+    query_start_loc: Any
+    device: torch.device
+
+    vtoken_step: StepMetadata = _NO_STEP
+    vtoken_mover: Mover
+    vtoken_layout: KVLayout
+    vtoken_checker: WorkerChecker
+
+    # ---- start
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        check_layers(specs)
+        return {name: VTokenAttentionSpec.of(spec) for name, spec in specs.items()}
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        names = self.kv_cache_config.kv_cache_groups[0].layer_names
+        layers = [self.compilation_config.static_forward_context[name] for name in names]
+        cpu = isinstance(self, CPUModelRunner)
+        layout_class = TransposedKeyLayout if cpu else TokenRowLayout
+        self.vtoken_layout = layout_class(stack_layers([layer.kv_cache for layer in layers]))
+
+        def write(index: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+            layer = layers[index]
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+
+        last = self.kv_cache_config.num_blocks - 1
+        probe_layout(self.vtoken_layout, write, (last - 1, last))
+        level = settings_of(self.vllm_config).checks
+        self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=level)
+        self.vtoken_mover = Mover(self.vtoken_layout)
+        self._vtoken_scratch = GatherScratch(self.vtoken_layout)
+
+    # ---- each step
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        # Before super: it zeroes new blocks first thing, and a block freed by a plan of this
+        # step may be among them; and it appends new blocks to the lists corrected here.
+        self.vtoken_step = metadata_of(scheduler_output) or _NO_STEP
+        for req_id in scheduler_output.finished_req_ids:
+            self.vtoken_checker.forget(req_id)
+        if self.vtoken_step.changes:
+            self._apply_changes(self.vtoken_step.changes)
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+    def _apply_changes(self, changes: list[LayoutChange]) -> None:
+        sources = np.concatenate([change.sources for change in changes])
+        if len(sources):
+            targets = np.concatenate([change.targets for change in changes])
+            checker = self.vtoken_checker
+            if checker.watches_moves:
+                checker.before_moves(changes)
+            self.vtoken_mover.move(
+                torch.from_numpy(sources.astype(np.int64)).to(self.device),
+                torch.from_numpy(targets.astype(np.int64)).to(self.device),
+            )
+            if checker.watches_moves:
+                checker.after_moves(changes)
+        for change in changes:
+            state = self.requests[change.req_id]
+            # The batch row and the request's own list: a request that is not in the batch is
+            # re-added from its list.
+            state.block_ids[0][:] = change.blocks
+            row = self.input_batch.req_id_to_index.get(change.req_id)
+            if row is not None:
+                table = self.input_batch.block_table[0]
+                table.clear_row(row)
+                table.add_row(change.blocks, row)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        # After super: it compares logical lengths to decide which rows are sampled.
+        layouts = self.vtoken_step.layouts
+        if layouts:
+            self._correct_inputs(layouts, scheduler_output.total_num_scheduled_tokens)
+        if self.vtoken_step.expected:
+            self._check_access(scheduler_output.total_num_scheduled_tokens)
+        return prepared
+
+    def _correct_inputs(self, layouts: dict[str, StepLayout], num_tokens: int) -> None:
+        """Lengths in slots and slots of new tokens, for rows that differ from vLLM's layout."""
+        batch = self.input_batch
+        num_reqs = batch.num_reqs
+        lag = np.zeros(num_reqs, dtype=np.int32)
+        recycled: list[tuple[int, int]] = []
+        dense: list[tuple[int, int]] = []
+        for row, req_id in enumerate(batch.req_ids):
+            layout = layouts.get(req_id)
+            if layout is not None:
+                lag[row] = layout.reclaimed
+                if layout.recycled_slot >= 0:
+                    recycled.append((row, layout.recycled_slot))
+                if layout.live_slots is None:
+                    dense.append((row, layout.num_live))
+        lag_cpu = torch.from_numpy(lag)
+        lag_device = lag_cpu.to(self.device, non_blocking=True)
+        self.seq_lens[:num_reqs] -= lag_device
+        self.optimistic_seq_lens_cpu[:num_reqs] -= lag_cpu
+        if dense and self.vtoken_checker.level:
+            rows = [row for row, _ in dense]
+            self.vtoken_checker.check_lengths(
+                [batch.req_ids[row] for row in rows],
+                self.optimistic_seq_lens_cpu.numpy()[rows],
+                np.array([live for _, live in dense]),
+            )
+        starts = self.query_start_loc.np[: num_reqs + 1]
+        per_token = torch.from_numpy(np.repeat(lag, np.diff(starts)).astype(np.int64))
+        block_table = batch.block_table
+        block_table.compute_slot_mapping(
+            num_reqs,
+            self.query_start_loc.gpu[: num_reqs + 1],
+            self.positions[:num_tokens] - per_token.to(self.device, non_blocking=True),
+        )
+        if recycled:
+            index = torch.tensor([int(starts[row]) for row, _ in recycled], device=self.device)
+            slots = torch.tensor([slot for _, slot in recycled], device=self.device)
+            block_table[0].slot_mapping.gpu[index] = slots
+
+    def _check_access(self, num_tokens: int) -> None:
+        """Hand the checker what this step's attention was really given."""
+        batch = self.input_batch
+        block_table = batch.block_table[0]
+        starts = self.query_start_loc.np
+        slot_mapping = block_table.slot_mapping.gpu[:num_tokens].cpu().numpy()
+        positions = self.positions[:num_tokens].cpu().numpy()
+        lengths = self.seq_lens[: batch.num_reqs].cpu().numpy()
+        for row, req_id in enumerate(batch.req_ids):
+            expected = self.vtoken_step.expected.get(req_id)
+            if expected is None:
+                continue
+            layout = self.vtoken_step.layouts.get(req_id)
+            chunk = slice(int(starts[row]), int(starts[row + 1]))
+            self.vtoken_checker.check_access(
+                expected,
+                block_row=block_table.block_table.np[row],
+                seq_len=int(lengths[row]),
+                gathered=None if layout is None else layout.live_slots,
+                writes=slot_mapping[chunk],
+                query_positions=positions[chunk],
+            )
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("num_scheduled_tokens") is None:
+            return metadata, common  # a dummy run of vLLM's, not a scheduled step
+        rows = []
+        for row, req_id in enumerate(self.input_batch.req_ids):
+            layout = self.vtoken_step.layouts.get(req_id)
+            if layout is not None and layout.live_slots is not None:
+                rows.append((row, torch.from_numpy(layout.live_slots.astype(np.int64))))
+        if rows:
+            self._attach_gather(metadata, rows)
+        return metadata, common
+
+    def _attach_gather(
+        self, metadata: dict[str, Any], rows: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        layout = self.vtoken_layout
+        done: dict[int, Any] = {}
+        for group in self.attn_groups[0]:
+            builder = group.get_metadata_builder(0)
+            for name in group.layer_names:
+                own = metadata[name]
+                if id(own) not in done:
+                    done[id(own)] = gather_rows(
+                        self.query_start_loc.cpu,
+                        builder,
+                        rows,
+                        self._vtoken_scratch,
+                        layout.block_size,
+                    )
+                    attach_rows(own, done[id(own)])
+
+
+class VTokenCPUModelRunner(VTokenRunnerMixin, CPUModelRunner):
+    """vLLM's V1 runner on CPUs with vToken."""
+
+
+class VTokenGPUModelRunner(VTokenRunnerMixin, GPUModelRunner):
+    """vLLM's V1 runner on GPUs with vToken."""

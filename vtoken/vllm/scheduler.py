@@ -1,0 +1,183 @@
+"""Scheduler mixin: evict and reclaim first, then vLLM schedules, then the step's layout is told.
+
+One mixin over vLLM's `Scheduler` and `AsyncScheduler`: a plain subclass of `Scheduler` would
+silently disable async scheduling. All decisions of vToken are taken here, in one process, so
+every tensor-parallel rank executes the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vtoken.checks.online import OnlineChecker
+from vtoken.config import VTokenConfig
+from vtoken.core.reclaimer import Reclaimer
+from vtoken.policies import Policy, PolicyView
+from vtoken.vllm.guards import check_engine, check_pool
+from vtoken.vllm.kv_manager import VTokenManager
+from vtoken.vllm.metadata import StepMetadata, attach
+from vtoken.vllm.pool import EngineView
+from vtoken.vllm.settings import settings_of
+
+logger = init_logger("vllm.vtoken.scheduler")
+
+
+class VTokenSchedulerMixin:
+    """What vToken adds to a vLLM scheduler. Mixed in before the scheduler class."""
+
+    # Provided by vLLM's scheduler, named here for readers and type checkers.
+    running: list[Request]
+    requests: dict[str, Request]
+    kv_cache_manager: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        check_engine(vllm_config)
+        self.vtoken_config: VTokenConfig = settings_of(vllm_config)
+        manager = self.kv_cache_manager.coordinator.single_type_managers[0]
+        check_pool(self.vtoken_config, vllm_config, manager)
+        self.vtoken_manager: VTokenManager = manager
+        block_pool = self.kv_cache_manager.block_pool
+        self.vtoken_checker = OnlineChecker(level=self.vtoken_config.checks)
+        self.vtoken = Reclaimer(
+            block_size=manager.block_size,
+            mode=self.vtoken_config.mode,
+            pool=manager,
+            observer=self.vtoken_checker if self.vtoken_config.checks else None,
+        )
+        manager.reclaimer = self.vtoken
+        self.vtoken_view = EngineView(block_pool, self.vtoken.tables)
+        self.vtoken_checker.bind(self.vtoken_view)
+        self._policy_class = self.vtoken_config.policy_class
+        self._policies: dict[str, Policy] = {}
+        self._streams: dict[str, int] = {}
+        self._num_streams = 0
+        self._warned_sessions = False
+
+    # ---- overrides of vLLM
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._policy_class is not None:
+            for request in self.running:
+                self._evict_and_reclaim(request)
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._register_step(output)
+        return output
+
+    def _free_request_blocks(self, request: Request) -> None:
+        # Finish, abort and preemption: the policy's state goes with the table. A preempted
+        # request comes back with all its tokens (on_resume = readmit) and a fresh policy.
+        self._policies.pop(request.request_id, None)
+        if request.is_finished():
+            self._streams.pop(request.request_id, None)
+        elif request.request_id in self.vtoken.tables:
+            self.vtoken.counters.recomputed_requests += 1
+        super()._free_request_blocks(request)  # type: ignore[misc]
+
+    # ---- one step
+
+    def _evict_and_reclaim(self, request: Request) -> None:
+        pending = (
+            request.num_tokens_with_spec
+            + request.num_output_placeholders
+            - request.num_computed_tokens
+        )
+        if pending <= 0:
+            return
+        req_id = request.request_id
+        table = self.vtoken.tables.get(req_id)
+        if table is None or not self._evictable(request):
+            return
+        budget = self.vtoken_config.budget_for(table.logical_len + 1)
+        # The step's first new token counts; the newest computed token always stays.
+        excess = min(table.num_live + 1 - budget, table.num_live - 1)
+        if excess > 0:
+            policy = self._policies.get(req_id)
+            if policy is None:
+                policy = self._new_policy(req_id)
+            victims = policy.victims(
+                PolicyView(table.logical_len, table.live, table.num_live, excess)
+            )
+            self.vtoken.evict(req_id, victims)
+        if table.num_holes:
+            self.vtoken.prepare(req_id, pending=pending)
+
+    def _evictable(self, request: Request) -> bool:
+        params = request.sampling_params
+        if (
+            params is not None
+            and params.prompt_logprobs is not None
+            and request.num_computed_tokens < request.num_prompt_tokens
+        ):
+            # Prompt logprobs promise the full context; eviction starts with the decode.
+            return False
+        if request.resumable:
+            if not self._warned_sessions:
+                self._warned_sessions = True
+                logger.warning(
+                    "streaming-input sessions are served without eviction: vToken does not "
+                    "support appending input to an evicted context"
+                )
+            return False
+        return True
+
+    def _new_policy(self, req_id: str) -> Policy:
+        stream = self._streams.get(req_id)
+        if stream is None:
+            stream = self._streams[req_id] = self._num_streams
+            self._num_streams += 1
+        assert self._policy_class is not None
+        policy: Policy = self._policy_class(self.vtoken_config.params, stream=stream)  # type: ignore[call-arg]
+        self._policies[req_id] = policy
+        return policy
+
+    def _register_step(self, output: SchedulerOutput) -> None:
+        """Register what vLLM scheduled and attach the step's layout to its output."""
+        reclaimer, manager, checker = self.vtoken, self.vtoken_manager, self.vtoken_checker
+        step = StepMetadata(changes=reclaimer.take_changes())
+        for req_id, count in output.num_scheduled_tokens.items():
+            total = self.requests[req_id].num_computed_tokens
+            table = reclaimer.tables.get(req_id)
+            known = 0 if table is None else table.num_blocks
+            gained = manager.block_count(req_id) - known
+            new_blocks = manager.block_ids_from(req_id, known) if gained else ()
+            adopted = total - count if table is None else 0
+            layout = reclaimer.schedule(req_id, new_blocks, total, adopted=adopted)
+            if layout.reclaimed or layout.live_slots is not None:
+                step.layouts[req_id] = layout
+            if checker.watches_reads(req_id):
+                step.expected[req_id] = reclaimer.tables[req_id].snapshot()
+        reclaimer.end_step()
+        checker.end_step()
+        if not step.empty:
+            attach(output, step)
+
+    # ---- for reports
+
+    def vtoken_report(self) -> dict[str, Any]:
+        """Counts since start: tokens, blocks, checks by law, pool."""
+        pool = self.kv_cache_manager.block_pool
+        return {
+            "block_size": self.vtoken_manager.block_size,
+            "tokens": self.vtoken.counters.as_dict(),
+            "blocks_now": self.vtoken.meter.now.as_dict(),
+            "blocks_peak": self.vtoken.meter.peak.as_dict(),
+            "checks": self.vtoken_checker.counts(),
+            "pool": {"total": pool.num_gpu_blocks - 1, "free": pool.get_num_free_blocks()},
+            "tables": len(self.vtoken.tables),
+        }
+
+
+class VTokenScheduler(VTokenSchedulerMixin, Scheduler):
+    """vLLM's scheduler with vToken."""
+
+
+class VTokenAsyncScheduler(VTokenSchedulerMixin, AsyncScheduler):
+    """vLLM's async scheduler with vToken."""

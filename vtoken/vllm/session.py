@@ -1,0 +1,165 @@
+"""One engine in this process, with vToken on, and a report of what it did: behind `vtoken run`.
+
+In-process, so that scheduler, tables and pool can be read directly afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vtoken.config import VTokenConfig
+from vtoken.errors import InvariantViolation, Rejected, VTokenError
+
+#: called as `on_text(prompt_index, new_text, tokens_so_far)` whenever a prompt produced text
+OnText = Callable[[int, str, int], None]
+
+
+@dataclass
+class PromptOutput:
+    """What one prompt produced."""
+
+    prompt: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Session:
+    """A vLLM engine of this process.
+
+    Args:
+        model: checkpoint folder or hub name.
+        config: vToken's configuration.
+        engine: further `EngineArgs` of vLLM.
+
+    Raises:
+        UnsupportedConfiguration: a guard refused; nothing was started.
+    """
+
+    def __init__(self, model: Path | str, config: VTokenConfig, **engine: Any) -> None:
+        # Before vLLM is imported: one process, so that its state can be read.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+
+        from vtoken.vllm.enable import engine_kwargs
+        from vtoken.vllm.guards import check_config, check_version
+
+        check_version()
+        args = {**_defaults(), **{k: v for k, v in engine.items() if v is not None}}
+        args |= {**engine_kwargs(config), "model": str(model)}
+        # The guards run on vLLM's finished configuration before weights are loaded, so a
+        # refusal is one line and not an engine's stack trace.
+        check_config(EngineArgs(**args).create_engine_config())
+        self.config = config
+        self.llm = LLM(**args)
+        self._core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.free_before: int = self.report()["pool"]["free"]
+
+    @property
+    def scheduler(self) -> Any:
+        return self._core.scheduler
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        chat: bool = True,
+        ignore_eos: bool = False,
+        on_text: OnText | None = None,
+    ) -> list[PromptOutput]:
+        """Run all prompts to the end, handing text on as it comes.
+
+        Raises:
+            Rejected: a prompt does not fit the model's context.
+            InvariantViolation: an online check failed; the engine must not be used again.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine = self.llm.llm_engine
+        outputs = [PromptOutput(prompt) for prompt in prompts]
+        limit = engine.model_config.max_model_len
+        for index, prompt in enumerate(prompts):
+            token_ids = self._encode(prompt, chat=chat)
+            if len(token_ids) >= limit:
+                raise Rejected(
+                    f"prompt {index + 1} has {len(token_ids)} tokens and the context is {limit}; "
+                    "shorten it, or raise --max-model-len if the model allows"
+                )
+            engine.add_request(str(index), {"prompt_token_ids": token_ids}, params)
+        try:
+            while engine.has_unfinished_requests():
+                for step in engine.step():
+                    output = outputs[int(step.request_id)]
+                    for part in step.outputs:
+                        output.text += part.text
+                        output.token_ids.extend(part.token_ids)
+                        output.finish_reason = part.finish_reason
+                        if on_text is not None:
+                            on_text(int(step.request_id), part.text, len(output.token_ids))
+        except InvariantViolation:
+            raise
+        except VTokenError:
+            raise
+        except Exception as error:
+            violation = find_violation(error)
+            if violation is not None:
+                raise violation from error
+            raise
+        return outputs
+
+    def _encode(self, prompt: str, *, chat: bool) -> list[int]:
+        tokenizer = self.llm.get_tokenizer()
+        if chat and getattr(tokenizer, "chat_template", None):
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(prompt))
+
+    def report(self) -> dict[str, Any]:
+        """Counts since start, scheduler and workers together."""
+        report: dict[str, Any] = self.scheduler.vtoken_report()
+        workers = self.llm.collective_rpc("vtoken_report")
+        checks = dict(report["checks"])
+        for law, count in workers[0]["checks"].items():
+            checks[law] = checks.get(law, 0) + count
+        report["checks"] = dict(sorted(checks.items()))
+        report["moved_bytes"] = workers[0]["moved_bytes"]
+        return report
+
+    def close(self) -> None:
+        """Shut the engine down; idempotent."""
+        self._core.shutdown()
+
+
+def _defaults() -> dict[str, Any]:
+    """On CPUs: fp32, since bf16 is several times slower without AVX512, and vLLM's smallest
+    block, since its default of 128 tokens is larger than many budgets."""
+    from vllm.platforms import current_platform
+
+    return {"dtype": "float32", "block_size": 32} if current_platform.is_cpu() else {}
+
+
+def find_violation(error: BaseException | None) -> VTokenError | None:
+    """The vToken error behind an exception of vLLM's, if there is one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, VTokenError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

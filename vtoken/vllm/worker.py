@@ -1,0 +1,53 @@
+"""Worker classes: CPU and GPU share everything but how the runner comes to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from vtoken.vllm.backend import register_cpu_backend
+from vtoken.vllm.guards import check_config
+from vtoken.vllm.kv_manager import register_spec
+from vtoken.vllm.runner import VTokenCPUModelRunner, VTokenGPUModelRunner
+
+
+class VTokenWorkerMixin:
+    """What vToken adds to a vLLM worker. Mixed in before the worker class."""
+
+    model_runner: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        check_config(vllm_config)
+        register_spec()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def vtoken_report(self) -> dict[str, Any]:
+        """Counts of this rank since start, for `collective_rpc`."""
+        runner = self.model_runner
+        return {
+            "checks": runner.vtoken_checker.counts(),
+            "moved_tokens": runner.vtoken_mover.moved_tokens,
+            "moved_bytes": runner.vtoken_mover.moved_bytes,
+        }
+
+
+class VTokenCPUWorker(VTokenWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with vToken."""
+
+    def init_device(self) -> None:
+        register_cpu_backend()
+        super().init_device()
+        # The CPU worker has no factory for its runner; the subclass adds methods only, so
+        # the class of the finished object can be changed.
+        assert type(self.model_runner) is CPUModelRunner
+        self.model_runner.__class__ = VTokenCPUModelRunner
+
+
+class VTokenGPUWorker(VTokenWorkerMixin, Worker):
+    """vLLM's GPU worker with vToken."""
+
+    def _make_model_runner(self) -> VTokenGPUModelRunner:
+        return VTokenGPUModelRunner(self.vllm_config, self.device)
