@@ -136,6 +136,7 @@ class Comparison:
     rows: int = 0
     rows_after_eviction: int = 0
     max_error: float = 0.0
+    max_relative: float = 0.0
     max_control: float = 0.0
     wrong_tokens: int = 0
     min_margin: float = float("inf")
@@ -144,6 +145,7 @@ class Comparison:
         self.rows += other.rows
         self.rows_after_eviction += other.rows_after_eviction
         self.max_error = max(self.max_error, other.max_error)
+        self.max_relative = max(self.max_relative, other.max_relative)
         self.max_control = max(self.max_control, other.max_control)
         self.wrong_tokens += other.wrong_tokens
         self.min_margin = min(self.min_margin, other.min_margin)
@@ -167,7 +169,10 @@ def compare(reference: Reference, life: Life, token_ids: Sequence[int]) -> Compa
     for position in positions:
         row = life.rows[position]
         result.rows += 1
-        result.max_error = max(result.max_error, float((row - expected[position]).abs().max()))
+        error = float((row - expected[position]).abs().max())
+        result.max_error = max(result.max_error, error)
+        largest = float(expected[position].abs().max())
+        result.max_relative = max(result.max_relative, error / largest)
         if position >= first:
             result.rows_after_eviction += 1
             difference = float((row - control[position]).abs().max())

@@ -78,6 +78,12 @@ class Shadow:
         recycled: bool,
     ) -> None:
         self._follow_cache()
+        # A free block that vLLM hands out again leaves the prefix cache; it may be back in it
+        # under its new content already, so the comparison above does not show it.
+        fresh = new_blocks[adopted // table.block_size :]
+        stale = tuple(b for b in fresh if b in self.state.pool.cached)
+        if stale:
+            self._do(spec.Uncache(stale))
         if recycled:
             self._do(spec.Recycle(table.req_id, int(slots[0]), tuple(new_blocks)))
         else:

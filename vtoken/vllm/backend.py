@@ -8,19 +8,19 @@ row's. Costs O(live) per layer and step for such rows and nothing for the others
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vtoken.errors import UnsupportedConfiguration
 from vtoken.kv import KVLayout, TransposedKeyLayout
 
 _GATHER = "vtoken_gather"
@@ -43,6 +43,8 @@ class GatherRows:
     targets: torch.Tensor
     metadata: CPUAttentionMetadata
     scratch: torch.Tensor
+    #: layers that have used it, counted by the second pass itself
+    uses: int = 0
 
 
 class VTokenCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -80,23 +82,28 @@ class VTokenCPUAttentionImpl(CPUAttentionBackendImpl):
             result = torch.empty_like(picked, memory_format=torch.contiguous_format)
             super().forward(layer, picked, key, value, rows.scratch, rows.metadata, result)
             output[rows.tokens] = result.view_as(output[rows.tokens])
+            rows.uses += 1
         return output
 
 
-class VTokenCPUAttentionBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with `VTokenCPUAttentionImpl`."""
+def adopt_attention(layers: Sequence[Any]) -> None:
+    """Give attention layers of vLLM's CPU backend the gather view.
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return VTokenCPUAttentionImpl
+    The finished objects change their class, which adds behaviour and no state. Registering a
+    backend instead would miss layers when another engine of this process made vLLM remember
+    its own choice, and would reach into engines that have nothing to do with vToken.
 
-
-def register_cpu_backend() -> None:
-    """Let vLLM's CPU platform pick the subclass; called by vToken's worker only."""
-    register_backend(
-        AttentionBackendEnum.CPU_ATTN,
-        f"{VTokenCPUAttentionBackend.__module__}.{VTokenCPUAttentionBackend.__qualname__}",
-    )
+    Raises:
+        UnsupportedConfiguration: a layer's attention is not vLLM's CPU implementation.
+    """
+    for layer in layers:
+        if type(layer.impl) is CPUAttentionBackendImpl:
+            layer.impl.__class__ = VTokenCPUAttentionImpl
+        elif type(layer.impl) is not VTokenCPUAttentionImpl:
+            raise UnsupportedConfiguration(
+                f"attention is {type(layer.impl).__name__}, which vToken has no view for; "
+                "use vLLM's CPU_ATTN backend"
+            )
 
 
 class GatherScratch:

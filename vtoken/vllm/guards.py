@@ -7,11 +7,8 @@ is tested and what is merely not refused.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import vllm
@@ -21,13 +18,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedConfiguration
+from vtoken.vllm.engine_errors import refusal
 from vtoken.vllm.overrides import changed_overrides
 from vtoken.vllm.settings import settings_of
 
 SUPPORTED_VLLM = "0.32.0"
-
-#: environment variable naming a file in which an engine process leaves the reason of a refusal
-REFUSAL_FILE = "VTOKEN_REFUSAL_FILE"
 
 
 @dataclass(frozen=True)
@@ -169,13 +164,9 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse(message: str) -> UnsupportedConfiguration:
-    """The error for a refusal, with the reason left for the process that started this one."""
-    file = os.environ.get(REFUSAL_FILE)
-    if file:
-        with contextlib.suppress(OSError):
-            Path(file).write_text(message, encoding="utf-8")
-    return UnsupportedConfiguration(message)
+def refuse(message: str) -> BaseException:
+    """What to raise for a refusal: `UnsupportedConfiguration`, unless a server tells it."""
+    return refusal(UnsupportedConfiguration(message))
 
 
 def _on_cpu() -> bool:

@@ -16,9 +16,16 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vtoken.checks.worker import WorkerChecker
 from vtoken.core.reclaimer import LayoutChange, StepLayout
+from vtoken.errors import InvariantViolation
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
 from vtoken.kv.layouts import KVLayout
-from vtoken.vllm.backend import GatherScratch, attach_rows, gather_rows
+from vtoken.vllm.backend import (
+    GatherRows,
+    GatherScratch,
+    adopt_attention,
+    attach_rows,
+    gather_rows,
+)
 from vtoken.vllm.guards import check_layers
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
 from vtoken.vllm.metadata import StepMetadata, metadata_of
@@ -44,6 +51,7 @@ class VTokenRunnerMixin:
     device: torch.device
 
     vtoken_step: StepMetadata = _NO_STEP
+    _vtoken_gathered: tuple[GatherRows, ...] = ()
     vtoken_mover: Mover
     vtoken_layout: KVLayout
     vtoken_checker: WorkerChecker
@@ -60,6 +68,8 @@ class VTokenRunnerMixin:
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = [self.compilation_config.static_forward_context[name] for name in names]
         cpu = isinstance(self, CPUModelRunner)
+        if cpu:
+            adopt_attention(layers)
         layout_class = TransposedKeyLayout if cpu else TokenRowLayout
         self.vtoken_layout = layout_class(stack_layers([layer.kv_cache for layer in layers]))
 
@@ -69,16 +79,20 @@ class VTokenRunnerMixin:
 
         last = self.kv_cache_config.num_blocks - 1
         probe_layout(self.vtoken_layout, write, (last - 1, last))
-        level = settings_of(self.vllm_config).checks
+        self._vtoken_scratch = GatherScratch(self.vtoken_layout)
+        self.vtoken_configure(settings_of(self.vllm_config).checks)
+
+    def vtoken_configure(self, level: int) -> None:
+        """Check at this level from the next step on; all counters start anew."""
         self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=level)
         self.vtoken_mover = Mover(self.vtoken_layout)
-        self._vtoken_scratch = GatherScratch(self.vtoken_layout)
 
     # ---- each step
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Before super: it zeroes new blocks first thing, and a block freed by a plan of this
         # step may be among them; and it appends new blocks to the lists corrected here.
+        self._check_gathered()
         self.vtoken_step = metadata_of(scheduler_output) or _NO_STEP
         for req_id in scheduler_output.finished_req_ids:
             self.vtoken_checker.forget(req_id)
@@ -213,6 +227,19 @@ class VTokenRunnerMixin:
                         layout.block_size,
                     )
                     attach_rows(own, done[id(own)])
+        self._vtoken_gathered = tuple(done.values())
+
+    def _check_gathered(self) -> None:
+        """L6: the last step's gather view was used by every layer, not only prepared."""
+        gathered, self._vtoken_gathered = self._vtoken_gathered, ()
+        uses = sum(rows.uses for rows in gathered)
+        if gathered and uses != self.vtoken_layout.num_layers:
+            raise InvariantViolation(
+                law="L6",
+                message="a row with holes was attended to without the gather view",
+                before=self.vtoken_layout.num_layers,
+                after=uses,
+            )
 
 
 class VTokenCPUModelRunner(VTokenRunnerMixin, CPUModelRunner):

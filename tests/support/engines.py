@@ -1,0 +1,178 @@
+"""In-process vLLM engines for tests: started once, configured anew for each test.
+
+An engine start costs seconds to tens of seconds, so tests share engines and exchange vToken's
+configuration while the engine is idle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from support.exactness import Comparison, Life, Recorder, Reference, compare
+from vtoken.config import VTokenConfig
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+BLOCK = 32
+
+
+@dataclass
+class Served:
+    """What a run produced and what was seen of it.
+
+    `lives` are in order of admission; a preempted request has several.
+    """
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+    lives: list[Life]
+    report: dict[str, Any]
+    free_before: int
+
+    def tokens_of(self, life: Life) -> list[int]:
+        index = int(life.req_id.split("-")[0])
+        return self.prompts[index] + self.outputs[index]
+
+
+@contextmanager
+def _async_scheduling() -> Iterator[None]:
+    """Undo the CPU platform's `async_scheduling = False` while an engine is configured."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.__dict__["check_and_update_config"]
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original.__func__(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
+
+
+class Engine:
+    """A shared engine.
+
+    Args:
+        checkpoint: model folder.
+        blocks: size of the KV pool, the null block included.
+        chunk: most tokens of a step, so longer prompts are prefilled in chunks.
+        stock: plain vLLM, without vToken.
+        asynchronous: with vLLM's async scheduling, which its CPU platform switches off; this
+            harness switches it on again, so that two steps are in flight.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        blocks: int,
+        chunk: int = 96,
+        max_model_len: int = 512,
+        prefix_caching: bool = True,
+        stock: bool = False,
+        asynchronous: bool = False,
+        **more: Any,
+    ) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+
+        from vtoken.vllm.enable import engine_kwargs
+
+        extra = {} if stock else engine_kwargs(VTokenConfig())
+        if asynchronous:
+            extra["scheduler_cls"] = extra["scheduler_cls"].replace(".VToken", ".VTokenAsync")
+        self.checkpoint = checkpoint
+        with _async_scheduling() if asynchronous else nullcontext():
+            self.llm = LLM(
+                str(checkpoint),
+                enforce_eager=True,
+                dtype="float32",
+                block_size=BLOCK,
+                max_model_len=max_model_len,
+                num_gpu_blocks_override=blocks,
+                kv_cache_memory_bytes=1 << 30,
+                max_num_batched_tokens=chunk,
+                max_num_seqs=16,
+                enable_prefix_caching=prefix_caching,
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **extra,
+                **more,
+            )
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.checkpoint)
+
+    @property
+    def free(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def configure(self, **options: Any) -> None:
+        """New vToken configuration, empty prefix cache."""
+        settings = VTokenConfig(**options)
+        self.scheduler.vtoken_configure(settings)
+        self.runner.vtoken_configure(settings.checks)
+        assert self.llm.reset_prefix_cache()
+
+    def submit(self, req_id: str, token_ids: Sequence[int], max_tokens: int, **more: Any) -> str:
+        """Add a request; returns the id that the engine gave it."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **more
+        )
+        internal: str = self.llm.llm_engine.add_request(
+            req_id, {"prompt_token_ids": list(token_ids)}, params
+        )
+        return internal
+
+    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, **more: Any) -> Served:
+        """Run prompts together to the end, watching every step."""
+        free = self.free
+        recorder = Recorder(self.llm)
+        with recorder.watching():
+            for index, prompt in enumerate(prompts):
+                self.submit(str(index), prompt, max_tokens, **more)
+            outputs = self.drain()
+        report = self.scheduler.vtoken_report() if hasattr(self.scheduler, "vtoken_report") else {}
+        return Served(
+            [list(p) for p in prompts],
+            [outputs.get(str(i), []) for i in range(len(prompts))],
+            recorder.lives,
+            report,
+            free,
+        )
+
+    def drain(self) -> dict[str, list[int]]:
+        """Step until no request is left; output ids by request."""
+        outputs: dict[str, list[int]] = {}
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            self.step(outputs)
+        return outputs
+
+    def step(self, outputs: dict[str, list[int]]) -> None:
+        for result in self.llm.llm_engine.step():
+            outputs[result.request_id] = list(result.outputs[0].token_ids)
+
+    def compare(self, served: Served) -> Comparison:
+        total = Comparison()
+        for life in served.lives:
+            total.add(compare(self.reference, life, served.tokens_of(life)))
+        return total
