@@ -1,14 +1,16 @@
 """The command line: `vtoken run` and `vtoken serve`.
 
 Exit status: 0 done; 1 a law was violated or the engine failed; 2 wrong use or an unsupported
-configuration, with one line that says why and what to do.
+configuration, with one line that says why and what to do; 130 interrupted.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,82 +21,151 @@ import typer
 from rich.console import Console
 
 from vtoken import __version__
-from vtoken.config import VTokenConfig
-from vtoken.errors import InvariantViolation, Rejected, VTokenError
-from vtoken.options import load_config, read_prompts, write_json_atomically
+from vtoken.errors import EngineFailed, InvariantViolation, VTokenError
+from vtoken.options import (
+    check_model_folder,
+    check_writable,
+    load_config,
+    read_prompts,
+    write_json_atomically,
+)
 from vtoken.policies import policy_names
-from vtoken.report import Streamer, model_progress, run_result, show_summary
+from vtoken.report import Streamer, model_progress, run_result, show_summary, warning_of
 
 app = typer.Typer(
     help="Token-level KV eviction that gives memory back, on stock vLLM.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 errors = Console(stderr=True)
+# The base of everything that a command line can do wrong, in whichever click typer brings.
+_WrongUse: type[Exception] = typer.BadParameter.__mro__[1]
+
+_EVICTION = "Eviction and reclamation"
+_MODEL = "Model and memory"
+_GENERATION = "Generation"
 
 PolicyOption = Annotated[
     str | None,
-    typer.Option(help=f"Eviction policy: none, {', '.join(policy_names())}.", show_default="none"),
+    typer.Option(
+        help=f"Eviction policy: {', '.join(policy_names())}; none evicts nothing.",
+        metavar="NAME",
+        show_default="none",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 BudgetOption = Annotated[
-    int | None, typer.Option(help="Tokens that a decode step may attend to, its own included.")
+    int | None,
+    typer.Option(
+        help="Tokens that a decode step may attend to, its own included.",
+        metavar="TOKENS",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 RatioOption = Annotated[
-    float | None, typer.Option(help="The budget as a share of the request's length, in (0, 1].")
+    float | None,
+    typer.Option(
+        help="The budget as a share of the request's length, in (0, 1].",
+        metavar="SHARE",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 ReclaimOption = Annotated[
     str | None,
     typer.Option(
         help="eager: holes are recycled or closed at once; off: evict without reclaiming.",
+        metavar="MODE",
         show_default="eager",
+        rich_help_panel=_EVICTION,
     ),
 ]
 ChecksOption = Annotated[
-    int | None, typer.Option(help="Online checks, 0 (off) to 3 (everything).", show_default="1")
+    int | None,
+    typer.Option(
+        help="Online checks, 0 (off) to 3 (everything, every step).",
+        metavar="LEVEL",
+        show_default="1",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 SinksOption = Annotated[
-    int | None, typer.Option(help="First tokens that streaming-llm keeps.", show_default="4")
+    int | None,
+    typer.Option(
+        help="First tokens that streaming-llm keeps.",
+        metavar="TOKENS",
+        show_default="4",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 SeedOption = Annotated[
-    int | None, typer.Option(help="Seed of policies that draw.", show_default="0")
+    int | None,
+    typer.Option(
+        help="Seed of policies that draw, and of vLLM's sampling.",
+        metavar="N",
+        show_default="0",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(help="vToken options from a TOML, JSON or YAML file; flags override it."),
+    typer.Option(
+        help="These options from a TOML, JSON or YAML file; flags override it.",
+        metavar="FILE",
+        rich_help_panel=_EVICTION,
+    ),
 ]
 
 
 def main() -> None:
     """Entry point of the `vtoken` script."""
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except _WrongUse as error:
+        where = getattr(getattr(error, "ctx", None), "command_path", "vtoken")
+        _say(f"{error.format_message().rstrip('.')}; see {where} --help")  # type: ignore[attr-defined]
+        raise SystemExit(2) from None
     except VTokenError as error:
         _fail(error)
+    except (typer.Abort, KeyboardInterrupt):
+        _say("interrupted")
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; Python must not fail again while flushing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _say(text: str) -> None:
+    errors.print(f"vtoken: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _fail(error: VTokenError) -> None:
     if isinstance(error, InvariantViolation):
-        errors.print(str(error), style="red", markup=False, highlight=False)
-        raise SystemExit(1)
-    text = " ".join(str(error).split())
-    errors.print(f"vtoken: {text}", markup=False, highlight=False, soft_wrap=True)
-    raise SystemExit(2)
+        _say(str(error))
+        raise SystemExit(1) from None
+    _say(" ".join(str(error).split()))
+    raise SystemExit(1 if isinstance(error, EngineFailed) else 2) from None
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _top(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         typer.echo(f"vtoken {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
 def run(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; '-' or none reads standard input.")
+        list[str] | None,
+        typer.Argument(help="Prompts; '-' or none reads standard input.", metavar="PROMPT"),
     ] = None,
     policy: PolicyOption = None,
     budget: BudgetOption = None,
@@ -106,33 +177,81 @@ def run(
     config: ConfigOption = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="Prompts from a file: one a line, or JSON lines with 'prompt'."),
+        typer.Option(
+            help="Prompts from a file, one a line: text, or JSON objects with a 'prompt'.",
+            metavar="FILE",
+            rich_help_panel=_GENERATION,
+        ),
     ] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1, help="New tokens per prompt.", metavar="N", rich_help_panel=_GENERATION
+        ),
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 is greedy.", metavar="T", rich_help_panel=_GENERATION)
+    ] = 0.0,
+    chat: Annotated[
+        bool, typer.Option(help="Apply the model's chat template.", rich_help_panel=_GENERATION)
+    ] = True,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Always produce --max-tokens tokens.", rich_help_panel=_GENERATION
+        ),
+    ] = False,
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint folder or hub name.", show_default="embedded SmolLM2-135M"),
+        typer.Option(
+            help="Checkpoint folder or hub name.",
+            metavar="MODEL",
+            show_default="embedded SmolLM2-135M",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    chat: Annotated[bool, typer.Option(help="Apply the model's chat template.")] = True,
-    ignore_eos: Annotated[bool, typer.Option(help="Always produce --max-tokens tokens.")] = False,
     block_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per KV block.", show_default="32 on a CPU, else vLLM's"),
+        typer.Option(
+            min=1,
+            help="Tokens per KV block.",
+            metavar="N",
+            show_default="32 on a CPU, else vLLM's",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Context length.", show_default="the model's")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Context length.",
+            metavar="N",
+            show_default="the model's",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
-    kv_memory_mb: Annotated[int, typer.Option(min=1, help="Memory of the KV pool, in MiB.")] = 1024,
+    kv_memory_mb: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Memory of the KV pool, in MiB.", metavar="N", rich_help_panel=_MODEL
+        ),
+    ] = 1024,
     dtype: Annotated[
-        str | None, typer.Option(help="Model dtype.", show_default="float32 on a CPU")
+        str | None,
+        typer.Option(
+            help="Model dtype.",
+            metavar="NAME",
+            show_default="float32 on a CPU, else vLLM's",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result as JSON.")
+        Path | None,
+        typer.Option("--json", help="Write the result as JSON to this file.", metavar="FILE"),
     ] = None,
-    verbose: Annotated[bool, typer.Option(help="Show vLLM's own log.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log.")] = False,
 ) -> None:
-    """Generate from prompts with eviction and reclamation, and report the blocks held."""
+    """Generate from prompts with eviction and reclamation, and report the KV blocks held."""
     settings = load_config(
         config,
         policy=policy,
@@ -144,9 +263,11 @@ def run(
         seed=seed,
     )
     texts = read_prompts(prompts or [], file)
-    if json_file is not None and not json_file.resolve().parent.is_dir():
-        raise Rejected(f"the folder of {json_file} does not exist; make it first")
-    _prepare_environment(verbose=verbose)
+    if json_file is not None:
+        check_writable(json_file)
+    if model is not None:
+        check_model_folder(model)
+    _prepare_environment(quiet=not verbose)
     checkpoint = model or str(_embedded_model())
     engine: dict[str, Any] = {
         "enforce_eager": True,
@@ -154,13 +275,17 @@ def run(
         "max_model_len": max_model_len,
         "block_size": block_size,
         "dtype": dtype,
+        "seed": seed,
         "disable_log_stats": True,
         "use_tqdm_on_load": verbose,
     }
+    begin = time.monotonic()
+    with _busy("starting vLLM"), _traces(verbose):
+        from vtoken.vllm.session import Session
+
+        session = Session(checkpoint, settings, **engine)
     started = time.monotonic()
-    with _busy("starting vLLM"):
-        session = _start(checkpoint, settings, engine)
-    with Streamer(texts, max_tokens) as streamer:
+    with Streamer(texts, max_tokens) as streamer, _traces(verbose):
         outputs = session.generate(
             texts,
             max_tokens=max_tokens,
@@ -169,37 +294,28 @@ def run(
             ignore_eos=ignore_eos,
             on_text=streamer.on_text,
         )
-    report = session.report()
     result = run_result(
         model=model or "SmolLM2-135M-Instruct",
         config=settings,
         outputs=outputs,
-        report=report,
+        report=session.report(),
         free_before=session.free_before,
-        seconds=time.monotonic() - started,
+        start_s=started - begin,
+        generate_s=time.monotonic() - started,
     )
     if json_file is not None:
         write_json_atomically(json_file, result)
     show_summary(result)
+    warning = warning_of(result)
+    if warning is not None:
+        _say(f"warning: {warning}")
     session.close()
 
 
-def _start(checkpoint: str, settings: VTokenConfig, engine: dict[str, Any]) -> Any:
-    from vtoken.vllm.session import Session, find_violation
-
-    try:
-        return Session(checkpoint, settings, **engine)
-    except VTokenError:
-        raise
-    except Exception as error:
-        known = find_violation(error)
-        if known is not None:
-            raise known from None
-        reason = " ".join(str(error).split())
-        raise Rejected(f"vLLM does not start with these options: {reason}") from error
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[MODEL] [OPTIONS] [VLLM FLAGS]",
+)
 def serve(
     context: typer.Context,
     policy: PolicyOption = None,
@@ -210,10 +326,15 @@ def serve(
     sinks: SinksOption = None,
     seed: SeedOption = None,
     config: ConfigOption = None,
+    vllm_help: Annotated[
+        bool, typer.Option("--vllm-help", help="Show vLLM's own flags and exit.")
+    ] = False,
 ) -> None:
     """vLLM's OpenAI server with vToken on. All of vLLM's own flags pass through.
 
-    Without --model the embedded SmolLM2-135M is served under the name "smollm2".
+    The model is named as for vLLM: first, or with --model. Without one, the
+    embedded SmolLM2-135M is served under the name "smollm2". --config is
+    vToken's here, not vLLM's.
     """
     settings = load_config(
         config,
@@ -225,13 +346,18 @@ def serve(
         sinks=sinks,
         seed=seed,
     )
-    _prepare_environment(verbose=True)
-    flags = list(context.args)
-    if not any(flag == "--model" or flag.startswith("--model=") for flag in flags):
-        flags += ["--model", str(_embedded_model()), "--served-model-name", "smollm2"]
-    from vtoken.vllm.server import serve_forever
+    _prepare_environment(quiet=False)
+    from vtoken.vllm.version import check_version
 
-    serve_forever(settings, flags)
+    check_version()
+    from vtoken.vllm.server import parse_flags, serve_forever, show_vllm_help
+
+    if vllm_help:
+        show_vllm_help()
+    flags = [*context.args, *([] if seed is None else ["--seed", str(seed)])]
+    with model_progress(errors) as progress:
+        args = parse_flags(settings, flags, progress=progress)
+    serve_forever(args)
 
 
 def _embedded_model() -> Path:
@@ -241,20 +367,39 @@ def _embedded_model() -> Path:
         return ensure_smollm2(progress=progress)
 
 
-def _prepare_environment(*, verbose: bool) -> None:
-    """Settings of vLLM's that have to be in place before it is imported; the user's win."""
+def _prepare_environment(*, quiet: bool) -> None:
+    """Settings of vLLM's that have to be in place before it is imported; the user's win.
+
+    Args:
+        quiet: nothing below an error is shown of vLLM's log.
+    """
     defaults = {
         # Pinned threads on cores that other work uses make a step twenty times as long.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
+        # Standard output is for what the model says.
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
-    if not verbose:
+    if quiet:
         defaults |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        warnings.filterwarnings("ignore", module=r"vllm\.|torch\.")
+        # vLLM logs a little before it has set up its log, which Python then prints by itself.
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=r"vllm\.|torch\.|transformers\.")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def _traces(wanted: bool) -> Iterator[None]:
+    """Show where an error came from before it becomes one line."""
+    try:
+        yield
+    except VTokenError:
+        if wanted:
+            traceback.print_exc()
+        raise
 
 
 @contextmanager
@@ -264,7 +409,7 @@ def _busy(what: str) -> Iterator[None]:
         print(f"{what} ...", file=sys.stderr)
         yield
         return
-    with errors.status(f"{what} (20 to 60 s) ..."):
+    with errors.status(f"{what} (10 to 60 s) ..."):
         yield
 
 

@@ -5,6 +5,7 @@
 | `Rejected` | the caller's | yes |
 | `UnsupportedConfiguration` | the environment's | yes, at start |
 | `ModelUnavailable` | the environment's | yes, before start |
+| `EngineFailed` | vLLM's or the environment's | no |
 | `TraceFormatError` | whoever wrote the file | yes |
 | `InvariantViolation` | ours | never |
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "EngineFailed",
     "InvariantViolation",
     "ModelUnavailable",
     "Rejected",
@@ -57,6 +59,14 @@ class ModelUnavailable(VTokenError):
 
     When: the download failed, a checksum differs, the cache folder cannot be written. Whose fault:
     the environment's. What to do: the message names the cause and the way out, in one line.
+    """
+
+
+class EngineFailed(VTokenError):
+    """vLLM's engine stopped, for a reason that is not one of vToken's own errors.
+
+    When: out of memory, a killed process, a bug elsewhere. Whose fault: vLLM's or the
+    environment's. What to do: the message has the cause; vLLM's own log has the place.
     """
 
 

@@ -101,6 +101,45 @@ def _prompts_of(text: str, where: str) -> list[str]:
     return prompts
 
 
+def check_model_folder(model: str) -> None:
+    """Refuse a local checkpoint that is not there, before vLLM takes its name for a hub's.
+
+    Raises:
+        Rejected: what looks like a folder is none, or holds no model.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        # Mistral's own checkpoints have params.json.
+        if not any((path / name).is_file() for name in ("config.json", "params.json")):
+            raise Rejected(f"the folder {model} holds no model (no config.json)")
+    elif not path.exists() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        raise Rejected(f"there is no model folder {model}")
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says what another library refused, without that library's decoration."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):  # pydantic's: a list, each with the refused value at length
+        details = [str(detail.get("msg", "")) for detail in errors()]
+        text = "; ".join(detail.removeprefix("Value error, ") for detail in details)
+    else:
+        text = str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def check_writable(file: Path) -> None:
+    """Refuse, before minutes of work, a result file that could not be written after them.
+
+    Raises:
+        Rejected: its folder is missing or read-only, or it is a folder itself.
+    """
+    folder = file.resolve().parent
+    if not folder.is_dir():
+        raise Rejected(f"cannot write {file}: there is no folder {folder}")
+    if file.is_dir() or not os.access(folder, os.W_OK):
+        raise Rejected(f"cannot write {file}: it is a folder, or in a read-only one")
+
+
 def write_json_atomically(file: Path, value: Any) -> None:
     """Write a whole JSON file or none: a reader never sees half of it.
 

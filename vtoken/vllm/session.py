@@ -14,6 +14,9 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.errors import EngineFailed, Rejected
 from vtoken.options import reason_of
+from vtoken.vllm.engine_errors import vtoken_error_in
+from vtoken.vllm.version import check_version
+
 
 @dataclass
 class PromptOutput:
@@ -45,14 +48,13 @@ class Session:
     def __init__(self, model: Path | str, config: VTokenConfig, **engine: Any) -> None:
         # Before vLLM is imported: one process, so that its state can be read.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        check_version()
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
         from vtoken.vllm.enable import engine_kwargs
-        from vtoken.vllm.engine_errors import vtoken_error_in
-        from vtoken.vllm.guards import check_config, check_version
+        from vtoken.vllm.guards import check_config
 
-        check_version()
         args = {**_defaults(), **{k: v for k, v in engine.items() if v is not None}}
         args |= {**engine_kwargs(config), "model": str(model)}
         self.config = config
@@ -88,6 +90,7 @@ class Session:
         Raises:
             Rejected: a prompt does not fit the model's context.
             InvariantViolation: an online check failed; the engine must not be used again.
+            EngineFailed: the engine stopped for another reason.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -104,17 +107,21 @@ class Session:
         encoded = [self._checked(i, self._encode(p, chat=chat)) for i, p in enumerate(prompts)]
         for index, token_ids in enumerate(encoded):
             engine.add_request(str(index), {"prompt_token_ids": token_ids}, params)
+        while engine.has_unfinished_requests():
+            for step in self._step():
+                index = int(step.request_id)
+                output = outputs[index]
+                for part in step.outputs:
+                    output.text += part.text
+                    output.token_ids.extend(part.token_ids)
+                    output.finish_reason = part.finish_reason
+                    if on_text is not None:
+                        on_text(index, output, part.text)
+        return outputs
+
+    def _step(self) -> list[Any]:
         try:
-            while engine.has_unfinished_requests():
-                for step in engine.step():
-                    index = int(step.request_id)
-                    output = outputs[index]
-                    for part in step.outputs:
-                        output.text += part.text
-                        output.token_ids.extend(part.token_ids)
-                        output.finish_reason = part.finish_reason
-                        if on_text is not None:
-                            on_text(index, output, part.text)
+            return list(self.llm.llm_engine.step())
         except Exception as error:
             known = vtoken_error_in(error)
             if known is error:
@@ -123,7 +130,6 @@ class Session:
                 raise known from error
             reason = f"{type(error).__name__}: {reason_of(error)}"
             raise EngineFailed(f"vLLM's engine failed ({reason})") from error
-        return outputs
 
     def _checked(self, index: int, token_ids: list[int]) -> list[int]:
         limit = self.llm.llm_engine.model_config.max_model_len
