@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from support.engines import Engine
-from vtoken.models import ensure_smollm2, ensure_tiny_llama
-
-POOL_BLOCKS = 24
+from support.engines import Engine, engine_on
 
 
 @pytest.fixture(scope="session")
 def stock() -> Engine:
-    """Plain vLLM on the tiny model, made before vToken registers anything."""
-    return Engine(ensure_tiny_llama(), blocks=POOL_BLOCKS, stock=True)
+    """Plain vLLM on the tiny model."""
+    return engine_on("tiny stock")
 
 
 @pytest.fixture(scope="session")
-def shared_tiny(stock: Engine) -> Engine:
-    del stock  # only for the order of construction
-    return Engine(ensure_tiny_llama(), blocks=POOL_BLOCKS)
+def shared_tiny() -> Engine:
+    return engine_on("tiny")
 
 
 @pytest.fixture
 def tiny(shared_tiny: Engine) -> Iterator[Engine]:
-    """The tiny model with vToken; a pool of 23 blocks of 32 tokens, steps of at most 96 tokens.
-
-    A test must leave the pool as free as it found it.
-    """
+    """The tiny model with vToken; a test must leave the pool as free as it found it."""
     free = shared_tiny.free
     yield shared_tiny
     assert not shared_tiny.scheduler.requests
@@ -37,7 +29,6 @@ def tiny(shared_tiny: Engine) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def smollm2(shared_tiny: Engine) -> Engine:
+def smollm2() -> Engine:
     """The embedded model with vToken; a pool of 63 blocks of 32 tokens."""
-    del shared_tiny  # only for the order of construction
-    return Engine(ensure_smollm2(), blocks=64, chunk=256, max_model_len=1024)
+    return engine_on("smollm2")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +176,18 @@ class Engine:
         for life in served.lives:
             total.add(compare(self.reference, life, served.tokens_of(life)))
         return total
+
+
+@cache
+def engine_on(which: str) -> Engine:
+    """One engine per kind and test process: "tiny", "tiny stock", "tiny async", "smollm2".
+
+    The tiny ones have a pool of 23 blocks of 32 tokens and steps of at most 96 tokens.
+    """
+    from vtoken.models import ensure_smollm2, ensure_tiny_llama
+
+    if which == "smollm2":
+        return Engine(ensure_smollm2(), blocks=64, chunk=256, max_model_len=1024)
+    return Engine(
+        ensure_tiny_llama(), blocks=24, stock="stock" in which, asynchronous="async" in which
+    )

@@ -1,0 +1,8 @@
+"""Benchmarks share the tests' engines; run them with `make bench`, one at a time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
