@@ -5,8 +5,8 @@ The plan of the `eager` mode makes the view dense. With R live tokens in the blo
 written, block size B, and r = 1 if the next token will recycle a hole (else 0):
 
 - D = R + r positions stay, in K = ceil(D / B) blocks;
-- the K fullest blocks are kept, so the moves are R minus the live tokens in those K, plus what
-  lies beyond the fill of the last, partial block (less than one block);
+- the partial block is chosen so that the fewest moves remain, and the fullest of the others
+  are kept: R minus the live tokens in the K fullest, plus less than one block;
 - the partial block goes to the end of the block list, every hole before it is filled.
 """
 
@@ -57,9 +57,8 @@ def plan_release(table: RequestTable) -> tuple[IntArray, int] | None:
     if len(empty) == 0:
         return None
     size = table.block_size
-    last = table.num_blocks - 1
-    used = np.full(table.num_blocks, size, dtype=np.int64)
-    used[last] = table.physical_len - last * size
+    starts = np.arange(table.num_blocks) * size
+    used = np.clip(table.physical_len - starts, 0, size)
     keep = np.setdiff1d(np.arange(table.num_blocks, dtype=np.int32), empty)
     return keep, int(used[keep].sum())
 
@@ -86,7 +85,8 @@ def plan_dense(table: RequestTable, writable: BoolArray, *, recycle: bool) -> De
     num_live = int(live[usable].sum())
     # Holes in frozen blocks cannot be filled; every other hole in use can.
     fillable = table.num_holes - (len(frozen) * size - int(live[frozen].sum()))
-    hole_wanted = recycle and fillable > 0 and len(usable) > 0
+    # Where all usable blocks are full, holes lie in dead blocks alone, and those are released.
+    hole_wanted = recycle and fillable > 0 and num_live < len(usable) * size
     filled = num_live + int(hole_wanted)
     if fillable == int(hole_wanted) and len(frozen) + len(usable) == table.num_blocks:
         # Dense but for the hole to recycle, and no block to release: the steady state.
@@ -105,11 +105,11 @@ def plan_dense(table: RequestTable, writable: BoolArray, *, recycle: bool) -> De
     num_kept = -(-filled // size)
     if num_kept == 0:
         return DensePlan(table.version, _NONE, _NONE, frozen, len(frozen) * size, -1, _NONE)
-    fullest = np.argsort(-live[usable], kind="stable")
-    kept, spilled = usable[fullest[:num_kept]], usable[fullest[num_kept:]]
     fill = filled - (num_kept - 1) * size
-    last = _partial_block(table, kept, fill)
-    front = np.sort(kept[kept != last])
+    last = _partial_block(table, usable, num_kept, fill)
+    others = usable[usable != last]
+    fullest = np.argsort(-live[others], kind="stable")
+    front, spilled = np.sort(others[fullest[: num_kept - 1]]), others[fullest[num_kept - 1 :]]
     kept = np.append(front, last).astype(np.int32)
 
     mask = table.live_mask(kept)
@@ -141,12 +141,17 @@ def plan_dense(table: RequestTable, writable: BoolArray, *, recycle: bool) -> De
     )
 
 
-def _partial_block(table: RequestTable, kept: IntArray, fill: int) -> int:
-    """Which kept block holds the last `fill` positions: the one that needs fewest moves out."""
+def _partial_block(table: RequestTable, usable: IntArray, num_kept: int, fill: int) -> int:
+    """Which usable block holds the last `fill` positions, so that the fewest tokens move.
+
+    A token stays if it lies in one of the other kept blocks, the fullest, or at an offset below
+    `fill` of this one. Taking block b therefore costs its own place among the `num_kept` fullest,
+    or that of the least full of those, and gains b's live tokens below `fill`.
+    """
+    live = table.block_live[usable]
     if fill == table.block_size:
-        return int(kept.max())
-    # Only live tokens at offsets >= fill have to leave; ties go to the later block, which is
-    # the one being appended to already.
-    beyond = table.live_mask(kept)[:, fill:].sum(axis=1)
-    best = np.flatnonzero(beyond == beyond.min())
-    return int(kept[best].max())
+        return int(usable[np.argsort(-live, kind="stable")[:num_kept]].max())
+    least = np.sort(live)[-num_kept]
+    stay = table.live_mask(usable)[:, :fill].sum(axis=1) - np.maximum(live, least)
+    # Ties go to the later block, which is the one being appended to already.
+    return int(usable[np.flatnonzero(stay == stay.max())[-1]])

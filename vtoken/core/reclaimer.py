@@ -28,6 +28,7 @@ from vtoken.core.meter import BlockMeter
 from vtoken.core.planner import DensePlan, plan_dense, plan_release
 from vtoken.core.request_table import BoolArray, IntArray, RequestTable
 from vtoken.core.table import TokenTable
+from vtoken.errors import InvariantViolation
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
 
@@ -176,8 +177,16 @@ class Reclaimer:
 
         Args:
             pending: tokens the request still has to compute; with exactly one, it recycles.
+
+        Raises:
+            InvariantViolation: the step has a plan of this request already (I4); a second one
+                would replace the moves that the worker has not heard of yet.
         """
         table = self.tables[req_id]
+        if req_id in self._changes:
+            raise InvariantViolation(
+                law="I4", message="a request is planned for twice in one step", req_id=req_id
+            )
         self._holes.pop(req_id, None)
         if table.num_holes == 0:
             return
@@ -194,6 +203,8 @@ class Reclaimer:
         self._commit(table, _NO_SLOTS, _NO_SLOTS, _NO_SLOTS, keep, physical_len, trimmed=False)
 
     def _make_dense(self, table: RequestTable, *, recycle: bool) -> None:
+        if recycle and table.num_holes == 1 and self._recycle_only_hole(table):
+            return
         private = self._pool.private(table.blocks)
         plan = plan_dense(table, private, recycle=recycle)
         if plan is None:
@@ -205,8 +216,13 @@ class Reclaimer:
             self.observer.planned(table, plan)
         self.counters.plans += 1
         hole_slot = table.slot_at(plan.hole) if plan.hole >= 0 else -1
-        unchanged = len(plan.token_ids) == 0 and len(plan.keep) == table.num_blocks
-        if not (unchanged and plan.physical_len == table.physical_len):
+        # Nothing moves, leaves or is cut: the steady state, which also keeps the block order.
+        steady = (
+            len(plan.token_ids) == 0
+            and len(plan.keep) == table.num_blocks
+            and plan.physical_len == table.physical_len
+        )
+        if not steady:
             sources = table.slots_at(table.positions[plan.token_ids])
             targets = table.slots_at(plan.targets)
             table.move(plan.token_ids, plan.targets)
@@ -221,9 +237,21 @@ class Reclaimer:
             )
             self.counters.moved += len(plan.token_ids)
         if plan.hole >= 0:
-            self._holes[table.req_id] = (
-                plan.hole if unchanged else table.position_of_slot(hole_slot)
-            )
+            self._holes[table.req_id] = plan.hole if steady else table.position_of_slot(hole_slot)
+
+    def _recycle_only_hole(self, table: RequestTable) -> bool:
+        """The steady state of a fixed budget, as `plan_dense` has it but without a plan: the one
+        hole there is becomes the next token's slot. False where that is not the whole story."""
+        hole = table.recent_hole()
+        index = hole // table.block_size
+        if hole == table.physical_len - 1 or table.block_live[index] == 0:
+            return False
+        block = table.blocks[index : index + 1]
+        if not self._pool.private(block)[0]:
+            return False
+        self._pool.uncache(block)
+        self._holes[table.req_id] = hole
+        return True
 
     def _commit(
         self,
@@ -271,9 +299,10 @@ class Reclaimer:
         table = self.tables.open(req_id)
         hole = self._holes.pop(req_id, None)
         recycled = hole is not None and total_len == table.logical_len + 1
-        if self.observer is not None and not adopted:
+        if self.observer is not None:
             slots = table.next_slots(new_blocks, total_len, hole=hole if recycled else None)
-            self.observer.writing(table, slots, new_blocks)
+            fresh = new_blocks[adopted // table.block_size :]
+            self.observer.writing(table, slots[adopted:], fresh)
         positions = table.append(new_blocks, total_len, hole=hole if recycled else None)
         layout = StepLayout(table.reclaimed, table.num_live)
         if recycled:
