@@ -102,18 +102,27 @@ class OnlineChecker:
             self._shadow.reclaimed(table, change)
 
     def writing(self, table: RequestTable, slots: IntArray, new_blocks: Sequence[int]) -> None:
-        """L7, before the table knows the step's tokens."""
+        """L7, before the table knows the step's tokens.
+
+        vLLM caches a block when it is allotted, so another request may hit it within the same
+        step, before this one is registered; it reads what is written now. Such a block is not
+        shared at the moment that L7 speaks of, which is why the checker's own count decides.
+        """
         self._counts.add("L7", len(slots))
         pool = self._view.pool
         size = pool.block_size
         for block in new_blocks:
-            if block in self._references or block == spec.NULL_BLOCK or pool.ref_count(block) != 1:
+            if block in self._references or block == spec.NULL_BLOCK or pool.ref_count(block) < 1:
                 self._bad_write(table, block * size, "a block that is not the request's alone")
         for block in np.unique(slots // size).tolist():
-            if block not in self._references and block not in new_blocks:
+            if block not in new_blocks and table.position_of_slot(block * size) < 0:
                 self._bad_write(table, block * size, "a block that the request does not own")
-            if self._references.get(block, 1) > 1 or pool.ref_count(block) > 1:
+            cached = pool.is_cached(block)
+            shared = pool.ref_count(block) > 1 and not cached
+            if shared or self._references.get(block, 1) > 1:
                 self._bad_write(table, block * size, "a shared block")
+            if cached and table.evicted:  # then it was not cached by this step's allotment
+                self._bad_write(table, block * size, "a block that the prefix cache can hit")
         for slot in slots.tolist() if len(slots) == 1 or self.level >= 2 else ():
             position = table.position_of_slot(slot)
             owner = table.owner_at(position) if position >= 0 else -1

@@ -41,7 +41,7 @@ class WorkerChecker:
         self._layout = layout
         self._counts = LawCounts()
         self._before: dict[str, dict[int, bytes]] = {}
-        self._seen: dict[str, dict[int, bytes]] = {}
+        self._seen: dict[str, tuple[int, dict[int, bytes]]] = {}
 
     @property
     def watches_moves(self) -> bool:
@@ -85,17 +85,16 @@ class WorkerChecker:
 
     def _check_payloads(self, table: TableSnapshot, first_new: int) -> None:
         """Level 3: a token's payload never changes as long as the request lives."""
-        seen = self._seen.setdefault(table.req_id, {})
-        if seen and max(seen) >= first_new:
-            # The request was preempted and is being recomputed: its KV is new.
-            seen.clear()
+        life, seen = self._seen.get(table.req_id, (table.life, {}))
+        if life != table.life:  # preempted and computed or adopted anew: its KV is another one
+            seen = {}
         old = np.flatnonzero(table.live[:first_new])
         now = self._digests(old, table.slots[old])
         before = {token: seen[token] for token in now if token in seen}
         after = {token: digest for token, digest in now.items() if token in seen}
         judge(spec.i1_conservation(before, after, req_id=table.req_id))
         self._counts.add("I1", len(after))
-        self._seen[table.req_id] = now
+        self._seen[table.req_id] = (table.life, now)
 
     def forget(self, req_id: str) -> None:
         """The request is gone."""

@@ -47,6 +47,7 @@ class TableSnapshot:
     blocks: IntArray
     slots: IntArray
     live: BoolArray
+    life: int = 0
 
 
 class RequestTable:
@@ -60,6 +61,8 @@ class RequestTable:
         num_live: live tokens.
         version: bumped by every structural change (eviction, moves, release, reorder).
         evicted: whether any token of this request was ever evicted; prefix caching ends there.
+        life: number of this table among all that `TokenTable` opened: a preempted request comes
+            back under its old id with another one.
     """
 
     __slots__ = (
@@ -73,6 +76,7 @@ class RequestTable:
         "_recent_holes",
         "block_size",
         "evicted",
+        "life",
         "logical_len",
         "naive_blocks",
         "num_live",
@@ -89,6 +93,7 @@ class RequestTable:
         self.num_live = 0
         self.version = 0
         self.evicted = False
+        self.life = 0
         self.naive_blocks = 0
         self._num_blocks = 0
         self._position: IntArray = np.empty(0, dtype=np.int32)
@@ -190,6 +195,7 @@ class RequestTable:
             self.blocks.copy(),
             self.slots,
             self.live.copy(),
+            self.life,
         )
 
     def position_of_slot(self, slot: int) -> int:
@@ -383,15 +389,23 @@ class RequestTable:
         become reclaimed. Returns the dropped block ids.
 
         Raises:
-            InvariantViolation: a live token would lose its slot (I1). Nothing changes then.
+            InvariantViolation: a live token would lose its slot (I1), or `keep` names a block
+                twice or one that is not there (I2). Nothing changes then.
         """
         size = self.block_size
         total = self._num_blocks
+        dropped_index = np.setdiff1d(np.arange(total, dtype=np.int32), keep)
+        if len(dropped_index) + len(keep) != total or not 0 <= physical_len <= len(keep) * size:
+            raise InvariantViolation(
+                law="I2",
+                message=f"a layout of {len(keep)} blocks and {physical_len} positions does not "
+                f"come from a list of {total} blocks",
+                req_id=self.req_id,
+            )
         self._fit_owner(total * size)
         grid = self._owner[: total * size].reshape(total, size)
         owner = grid[keep].reshape(-1)
         lost = [owner[physical_len:]]
-        dropped_index = np.setdiff1d(np.arange(total, dtype=np.int32), keep)
         lost.append(grid[dropped_index].reshape(-1))
         gone = np.concatenate(lost)
         gone = gone[gone >= 0]
@@ -463,6 +477,8 @@ class RequestTable:
             )
 
     def _check_evictable(self, token_ids: IntArray) -> None:
+        if token_ids.dtype.kind not in "iu":  # a mask or floats would be read as other ids
+            raise Rejected(f"request {self.req_id}: token ids are integers, not {token_ids.dtype}")
         low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self.logical_len:
             bad = low if low < 0 else high

@@ -23,6 +23,7 @@ class TokenTable:
             raise Rejected(f"block_size {block_size} is not positive")
         self.block_size = block_size
         self._tables: dict[str, RequestTable] = {}
+        self._opened = 0
 
     def __contains__(self, req_id: object) -> bool:
         return req_id in self._tables
@@ -50,6 +51,8 @@ class TokenTable:
         table = self._tables.get(req_id)
         if table is None:
             table = self._tables[req_id] = RequestTable(req_id, self.block_size)
+            self._opened += 1
+            table.life = self._opened
         return table
 
     def drop(self, req_id: str) -> RequestTable | None:
@@ -58,11 +61,13 @@ class TokenTable:
 
     def evict_token(self, req_id: str, token_id: int) -> None:
         """Mark one token dead, O(1). Raises `Rejected`, see `RequestTable.evict`."""
-        self[req_id].evict(np.array([token_id], dtype=np.int32))
+        self[req_id].evict(np.array([token_id]))
 
     def evict_tokens(self, req_id: str, token_ids: npt.ArrayLike) -> None:
         """Bulk form of `evict_token`: all ids or none."""
-        self[req_id].evict(np.asarray(token_ids, dtype=np.int32).reshape(-1))
+        ids = np.asarray(token_ids).reshape(-1)
+        if len(ids):  # an empty list has no integer type
+            self[req_id].evict(ids)
 
     def sync_new_tokens(self, req_id: str, block_ids: Sequence[int], total_len: int) -> IntArray:
         """Register new tokens up to `total_len`, placed at the end of `block_ids`.
@@ -77,11 +82,17 @@ class TokenTable:
         Raises:
             Rejected: the list does not extend the known one, or does not hold the tokens.
         """
+        is_new = req_id not in self._tables
         table = self.open(req_id)
         known = table.num_blocks
         if len(block_ids) < known or list(block_ids[:known]) != table.blocks.tolist():
             raise Rejected(f"request {req_id}: block list does not extend the known one")
-        return table.slots_at(table.append(block_ids[known:], total_len))
+        try:
+            return table.slots_at(table.append(block_ids[known:], total_len))
+        except Rejected:
+            if is_new:  # nothing changed, so there is still no such request
+                del self._tables[req_id]
+            raise
 
     def apply_moves(self, req_id: str, moves: Sequence[tuple[int, tuple[int, int]]]) -> None:
         """Commit relocations: `(token_id, (block, offset))` each, all or none.
