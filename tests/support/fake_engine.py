@@ -1,0 +1,365 @@
+"""An engine without a model: a scheduler, a worker and a KV cache of real bytes around the real
+`Reclaimer`, `Mover`, `OnlineChecker` and `WorkerChecker`.
+
+Each token's payload is a number that stands for its K and V: tokens of one prompt family that
+were computed in a full context have the same one (as vLLM's prefix cache assumes); a token that
+was computed after an eviction has one of its own, because it depends on the pruned context.
+
+The step mirrors vLLM's: evict and reclaim for every running request, allocate, preempt on
+exhaustion, admit with prefix hits, cache full blocks at allocation, register; then the worker
+copies, clears new blocks, writes, and reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from support.fake_pool import FakePool
+from vtoken.checks.online import OnlineChecker
+from vtoken.checks.worker import WorkerChecker
+from vtoken.core import LayoutChange, Reclaimer, ReclaimMode, RequestTable, StepLayout
+from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout
+
+LAYERS, HEADS, HEAD_DIM = 2, 2, 2
+_VALUES = LAYERS * 2 * HEADS * HEAD_DIM
+POISON = -7
+
+
+@dataclass
+class FakeRequest:
+    """`target` tokens are known, the first `computed` of them are in the cache."""
+
+    req_id: str
+    family: int
+    prompt_len: int
+    target: int
+    computed: int = 0
+    life: int = 0
+    payloads: dict[int, int] = field(default_factory=dict)
+
+
+class FakeView:
+    """`vtoken_spec.StateView` of the fake engine."""
+
+    def __init__(self, pool: FakePool, reclaimer: Reclaimer) -> None:
+        self.pool = pool
+        self._reclaimer = reclaimer
+
+    @property
+    def requests(self) -> Mapping[str, RequestTable]:
+        return {table.req_id: table for table in self._reclaimer.tables.values()}
+
+
+class FakeEngine:
+    """See the module's docstring. `level` is that of both checkers."""
+
+    def __init__(
+        self,
+        *,
+        mode: ReclaimMode | str,
+        block_size: int,
+        num_blocks: int,
+        level: int = 3,
+        transposed: bool = False,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = FakePool(num_blocks=num_blocks, block_size=block_size)
+        self.checker = OnlineChecker(level=level)
+        self.reclaimer = Reclaimer(
+            block_size=block_size,
+            mode=ReclaimMode(mode),
+            pool=self.pool,
+            observer=self.checker if level else None,
+        )
+        self.view = FakeView(self.pool, self.reclaimer)
+        self.checker.bind(self.view)
+        self.cache = torch.full(
+            (LAYERS, num_blocks, HEADS, block_size, 2 * HEAD_DIM), POISON, dtype=torch.int32
+        )
+        layout_class = TransposedKeyLayout if transposed else TokenRowLayout
+        self.layout: KVLayout = layout_class([self.cache])
+        self.mover = Mover(self.layout)
+        self.worker = WorkerChecker(self.layout, level=level)
+        self.running: list[FakeRequest] = []
+        self.waiting: list[FakeRequest] = []
+        self.rows: dict[str, list[int]] = {}
+        self.layouts: dict[str, StepLayout] = {}
+        self.preemptions = 0
+        self._victims: dict[str, list[int]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        # Blocks that were shared when their request was planned for, in this step.
+        self._shared: dict[str, set[int]] = {}
+
+    # ------------------------------------------------------------------ what a test asks for
+
+    def add(self, req_id: str, *, prompt_len: int, family: int = 0) -> None:
+        self.waiting.append(FakeRequest(req_id, family, prompt_len, target=prompt_len))
+
+    def evict(self, req_id: str, token_ids: Iterable[int]) -> None:
+        """A policy's decision, carried out at the start of the next step."""
+        self._victims.setdefault(req_id, []).extend(int(token) for token in token_ids)
+
+    def forget_evictions(self) -> None:
+        self._victims.clear()
+
+    def grow(self, req_id: str, count: int) -> None:
+        """More input tokens arrive: the next step computes several at once."""
+        self.request(req_id).target += count
+
+    def finish(self, req_id: str) -> None:
+        request = self.request(req_id)
+        self._drop(request)
+        self.worker.forget(req_id)
+
+    def preempt(self, req_id: str) -> None:
+        request = self.request(req_id)
+        self._drop(request)
+        request.computed, request.life = 0, request.life + 1
+        request.payloads.clear()
+        self.waiting.insert(0, request)
+        self.preemptions += 1
+
+    def request(self, req_id: str) -> FakeRequest:
+        return next(request for request in self.running if request.req_id == req_id)
+
+    def table(self, req_id: str) -> RequestTable:
+        return self.reclaimer.tables[req_id]
+
+    def evictable(self, req_id: str) -> list[int]:
+        """Ids that a policy may name now."""
+        live = np.flatnonzero(self.table(req_id).live)[:-1].tolist()
+        return [token for token in live if token not in self._victims.get(req_id, ())]
+
+    # ------------------------------------------------------------------ one step
+
+    def step(self, *, skip: Iterable[str] = (), cap: int = 1_000_000) -> dict[str, int]:
+        """One scheduler and one worker step; returns the new tokens per request.
+
+        Args:
+            skip: running requests that are planned for but then not scheduled.
+            cap: most tokens of one request in this step (chunked prefill).
+        """
+        self._shared.clear()
+        for request in self.running:
+            self._evict_and_reclaim(request)
+        self._victims.clear()
+        scheduled, adopted = self._allocate(frozenset(skip), cap)
+        changes = self.reclaimer.take_changes()
+        fresh: list[int] = []
+        self.layouts = {}
+        for req_id, count in scheduled.items():
+            request = self.request(req_id)
+            table = self.reclaimer.tables.get(req_id)
+            known = 0 if table is None else table.num_blocks
+            new_blocks = self.pool.lists[req_id][known:]
+            hits = adopted.get(req_id, 0)
+            fresh += new_blocks[hits // self.block_size :]
+            self.layouts[req_id] = self.reclaimer.schedule(
+                req_id, new_blocks, request.computed + count, adopted=hits
+            )
+        expected = {req_id: self.table(req_id).snapshot() for req_id in scheduled}
+        self.reclaimer.end_step()
+        self.checker.end_step()
+        self._copy(changes)
+        self.cache[:, fresh] = POISON
+        accesses = [self._write(req_id, count, adopted) for req_id, count in scheduled.items()]
+        if self.worker.level >= 2:
+            for (req_id, count), (writes, seq_len) in zip(scheduled.items(), accesses, strict=True):
+                self._read(expected[req_id], count, writes, seq_len)
+        for req_id, count in scheduled.items():
+            request = self.request(req_id)
+            request.computed += count
+            request.target = max(request.target, request.computed + 1)
+        return scheduled
+
+    def _evict_and_reclaim(self, request: FakeRequest) -> None:
+        table = self.reclaimer.tables.get(request.req_id)
+        if table is None:
+            return
+        shared = {b for b in table.blocks.tolist() if self.pool.ref_count(b) > 1}
+        self._shared[request.req_id] = shared
+        victims = self._victims.get(request.req_id)
+        if victims:
+            self.reclaimer.evict(request.req_id, np.array(victims, dtype=np.int32))
+        if table.num_holes:
+            self.reclaimer.prepare(request.req_id, pending=request.target - request.computed)
+
+    def _allocate(self, skip: frozenset[str], cap: int) -> tuple[dict[str, int], dict[str, int]]:
+        scheduled: dict[str, int] = {}
+        adopted: dict[str, int] = {}
+        before = self.preemptions
+        for request in list(self.running):
+            if request not in self.running or request.req_id in skip:
+                continue
+            count = min(cap, request.target - request.computed)
+            while not self._grow_list(request, count):
+                victim = self.running[-1]
+                scheduled.pop(victim.req_id, None)
+                self.preempt(victim.req_id)
+                if victim is request:
+                    break
+            else:
+                scheduled[request.req_id] = count
+        while self.waiting and self.preemptions == before:
+            request = self.waiting[0]
+            limit = (request.target - 1) // self.block_size
+            hits = self.pool.lookup([self._key(request, i) for i in range(limit)])
+            known = len(hits) * self.block_size
+            count = min(cap, request.target - known)
+            if not self.pool.adopt(request.req_id, hits, self._blocks(known + count)):
+                break
+            self.running.append(self.waiting.pop(0))
+            request.computed = known
+            for token in range(known):
+                request.payloads[token] = self._payload(request, token, evicted=False)
+            self._cache_full(request, known + count)
+            scheduled[request.req_id] = count
+            adopted[request.req_id] = known
+        return scheduled, adopted
+
+    def _grow_list(self, request: FakeRequest, count: int) -> bool:
+        total = request.computed + count
+        need = self._blocks(self.reclaimer.physical_need(request.req_id, total))
+        have = len(self.pool.lists[request.req_id])
+        if not self.pool.extend(request.req_id, max(need, have)):
+            return False
+        self._cache_full(request, total)
+        return True
+
+    def _cache_full(self, request: FakeRequest, total: int) -> None:
+        table = self.reclaimer.tables.get(request.req_id)
+        if table is not None and table.evicted:
+            return
+        for index, block in enumerate(self.pool.lists[request.req_id][: total // self.block_size]):
+            self.pool.cache(block, self._key(request, index))
+
+    def _copy(self, changes: list[LayoutChange]) -> None:
+        if self.worker.watches_moves:
+            self.worker.before_moves(changes)
+        for change in changes:
+            self.mover.move(_long(change.sources), _long(change.targets))
+        if self.worker.watches_moves:
+            self.worker.after_moves(changes)
+        for change in changes:
+            self.rows[change.req_id] = list(change.blocks)
+
+    def _write(self, req_id: str, count: int, adopted: Mapping[str, int]) -> tuple[np.ndarray, int]:
+        """Slots as a runner derives them: row, logical position, lag, recycled slot."""
+        request, layout = self.request(req_id), self.layouts[req_id]
+        row = [] if req_id in adopted else self.rows[req_id]
+        row = self.rows[req_id] = row + self.pool.lists[req_id][len(row) :]
+        end = request.computed + count
+        places = np.arange(request.computed, end) - layout.reclaimed
+        writes = self._slots(row, places)
+        if layout.recycled_slot >= 0:
+            writes = np.array([layout.recycled_slot])
+        evicted = self.table(req_id).evicted
+        for token in range(request.computed, end):
+            request.payloads[token] = self._payload(request, token, evicted=evicted)
+        numbers = [request.payloads[token] for token in range(request.computed, end)]
+        self.layout.write(torch.from_numpy(writes), _bytes_of(numbers))
+        return writes, end - layout.reclaimed
+
+    def _read(self, table: object, count: int, writes: np.ndarray, seq_len: int) -> None:
+        req_id: str = table.req_id  # type: ignore[attr-defined]
+        end = self.request(req_id).computed + count
+        self.worker.check_access(
+            table,  # type: ignore[arg-type]
+            block_row=np.array(self.rows[req_id], dtype=np.int32),
+            seq_len=seq_len,
+            gathered=self.layouts[req_id].live_slots,
+            writes=writes,
+            query_positions=np.arange(end - count, end),
+        )
+
+    # ------------------------------------------------------------------ what must hold
+
+    def verify(self) -> None:
+        """The promises of a step on bytes, counts and views; checks nothing by the checkers."""
+        for request in self.running:
+            if request.req_id not in self.reclaimer.tables:
+                continue
+            table = self.table(request.req_id)
+            assert self.seen(request.req_id) == {
+                int(token): request.payloads[int(token)] for token in np.flatnonzero(table.live)
+            }
+            assert self.pool.lists[request.req_id] == table.blocks.tolist()
+            self._verify_size(request, table)
+        for block in range(1, self.pool.num_blocks):
+            key = self.pool.key(block)
+            if key is not None:
+                slots = torch.arange(self.block_size) + block * self.block_size
+                want = [self._numbers.get(name) for name in key]
+                assert _numbers_of(self.layout.read(slots)) == want, f"cached block {block}"
+
+    def _verify_size(self, request: FakeRequest, table: RequestTable) -> None:
+        if self.reclaimer.mode is not ReclaimMode.EAGER:
+            return
+        shared = self._shared.get(request.req_id, set())
+        layout = self.layouts.get(request.req_id)
+        if layout is not None and layout.live_slots is not None:
+            holes = set((table.hole_positions() // self.block_size).tolist())
+            assert {int(table.blocks[i]) for i in holes} <= shared, "holes in a private block"
+        if layout is not None and not shared:
+            assert table.num_blocks <= self._blocks(table.num_live) + 1
+
+    def seen(self, req_id: str) -> dict[int, int]:
+        """Live id -> payload, as the bytes in the cache say."""
+        table = self.table(req_id)
+        payload = self.layout.read(_long(table.live_slots()))
+        return dict(zip(np.flatnonzero(table.live).tolist(), _numbers_of(payload), strict=True))
+
+    def visible(self) -> dict[str, dict[int, int]]:
+        return {req_id: self.seen(req_id) for req_id in self.reclaimer.tables}
+
+    # ------------------------------------------------------------------ inside
+
+    def _drop(self, request: FakeRequest) -> None:
+        self.reclaimer.drop(request.req_id)
+        self.pool.release(request.req_id)
+        self.running.remove(request)
+        self.rows.pop(request.req_id, None)
+        self._victims.pop(request.req_id, None)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _slots(self, row: list[int], places: np.ndarray) -> np.ndarray:
+        blocks = np.array(row, dtype=np.int64)[places // self.block_size]
+        return blocks * self.block_size + places % self.block_size
+
+    def _key(self, request: FakeRequest, index: int) -> tuple[Hashable, ...]:
+        """What vLLM's block hash stands for: here, the names of the block's payloads. A name
+        with the request in it fixes the prefix too, and so does one of a prompt family."""
+        first = index * self.block_size
+        return tuple(self._name(request, token) for token in range(first, first + self.block_size))
+
+    @staticmethod
+    def _name(request: FakeRequest, token: int) -> Hashable:
+        return (request.family if token < request.prompt_len else request.req_id, token)
+
+    def _payload(self, request: FakeRequest, token: int, *, evicted: bool) -> int:
+        name = (request.req_id, request.life, token) if evicted else self._name(request, token)
+        return self._numbers.setdefault(name, len(self._numbers) + 1)
+
+
+def _long(slots: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(slots.astype(np.int64))
+
+
+def _bytes_of(numbers: list[int]) -> torch.Tensor:
+    """K and V of tokens whose payloads have these numbers; no two values are equal."""
+    values = torch.tensor(numbers, dtype=torch.int32)[:, None] * _VALUES + torch.arange(_VALUES)
+    return values.to(torch.int32).reshape(len(numbers), LAYERS, 2, HEADS, HEAD_DIM)
+
+
+def _numbers_of(payload: torch.Tensor) -> list[int]:
+    """Inverse of `_bytes_of`; a payload that is nobody's gives -1."""
+    flat = payload.reshape(len(payload), _VALUES).to(torch.int64)
+    number = flat[:, :1] // _VALUES
+    whole = (flat == number * _VALUES + torch.arange(_VALUES)).all(dim=1)
+    return torch.where(whole, number[:, 0], -1).tolist()
