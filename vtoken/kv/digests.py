@@ -19,5 +19,5 @@ def payload_digests(payload: torch.Tensor) -> list[bytes]:
         n digests of 16 bytes (BLAKE2b); two tokens have equal digests only if all their bytes
         are equal, NaN payloads and signed zeros included, since bytes are compared, not values.
     """
-    tokens = payload.contiguous().cpu().view(torch.uint8).reshape(len(payload), -1).numpy()
+    tokens = payload.contiguous().cpu().view(torch.uint8).flatten(1).numpy()
     return [blake2b(row.tobytes(), digest_size=DIGEST_BYTES).digest() for row in tokens]

@@ -29,7 +29,7 @@ def probe_layout(layout: KVLayout, write: BackendWrite, blocks: Sequence[int]) -
     """
     size = layout.block_size
     here, there = blocks
-    offsets = sorted({0, 1, size // 2, size - 1})
+    offsets = sorted({0, min(1, size - 1), size // 2, size - 1})
     sources = torch.tensor([here * size + o for o in offsets], device=layout.device)
     # Another order and other offsets, so that a move along one axis only cannot pass.
     targets = torch.tensor(

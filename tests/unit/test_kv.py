@@ -1,0 +1,334 @@
+"""Layouts, mover, digests and probe against the documented memory formats, token by token.
+
+The reference computes addresses in the flat allocation from the formats' descriptions and the
+allocation's geometry; it shares no code with the adapters. "vec" is the CPU kernels' format: per
+(block, head) first K transposed, `[head_dim, tokens]`, then V, `[tokens, head_dim]`. "rows" is
+the GPU backends' format: per token K then V, under whatever strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from vtoken.errors import Rejected, UnsupportedConfiguration
+from vtoken.kv import (
+    KVLayout,
+    Mover,
+    TokenRowLayout,
+    TransposedKeyLayout,
+    payload_digests,
+    probe_layout,
+    stack_layers,
+)
+
+LAYERS, BLOCKS, HEAD_DIM = 3, 5, 8
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLASSES = {"vec": TransposedKeyLayout, "rows": TokenRowLayout}
+
+
+@dataclass
+class Memory:
+    """One allocation with per-layer views as vLLM hands them out.
+
+    `order` names the nesting of the allocation, outermost first: L layers, B blocks, H heads,
+    N tokens, C content; `gap` elements lie between two outermost entries.
+    """
+
+    fmt: str
+    heads: int
+    tokens: int
+    dtype: torch.dtype
+    order: str = "LBHNC"
+    gap: int = 0
+    separate: bool = False
+
+    def __post_init__(self) -> None:
+        extent = dict(
+            zip("LBHNC", (LAYERS, BLOCKS, self.heads, self.tokens, 2 * HEAD_DIM), strict=True)
+        )
+        self.stride: dict[str, int] = {}
+        step = 1
+        for axis in reversed(self.order):
+            self.stride[axis] = step + (self.gap if axis == self.order[0] else 0)
+            step *= extent[axis]
+        size = self.stride[self.order[0]] * extent[self.order[0]] + 7
+        generator = torch.Generator().manual_seed(size)
+        self.flat = torch.randint(-99, 99, (size,), generator=generator).to(self.dtype)
+        shape = [extent[axis] for axis in "BHNC"]
+        strides = [self.stride[axis] for axis in "BHNC"]
+        self.layers = [
+            self.flat.as_strided(shape, strides, 7 + layer * self.stride["L"])
+            for layer in range(LAYERS)
+        ]
+        if self.separate:
+            self.layers = [
+                layer.clone(memory_format=torch.preserve_format) for layer in self.layers
+            ]
+        self.layout: KVLayout = CLASSES[self.fmt](stack_layers(self.layers))
+
+    def address(self, slot: int, layer: int, half: int, head: int, d: int) -> int:
+        """Index into the flat allocation of element d of K (half 0) or V (half 1)."""
+        block, t = divmod(slot, self.tokens)
+        run = 7 + layer * self.stride["L"] + block * self.stride["B"] + head * self.stride["H"]
+        if self.fmt == "rows":
+            return run + t * self.stride["N"] + half * HEAD_DIM + d
+        if half == 0:
+            return run + d * self.tokens + t
+        return run + self.tokens * HEAD_DIM + t * HEAD_DIM + d
+
+    def elements(self, slot: int) -> Iterator[int]:
+        for layer, half, head, d in product(
+            range(LAYERS), range(2), range(self.heads), range(HEAD_DIM)
+        ):
+            yield self.address(slot, layer, half, head, d)
+
+    def token(self, slot: int) -> torch.Tensor:
+        values = self.flat[list(self.elements(slot))]
+        return values.reshape(LAYERS, 2, self.heads, HEAD_DIM)
+
+
+def memories() -> list[Memory]:
+    found = [
+        Memory(fmt, heads, tokens, dtype)
+        for fmt, heads, dtype in product(CLASSES, (1, 2, 3), DTYPES)
+        for tokens in (16, 32)
+    ]
+    found += [Memory(fmt, 2, tokens, torch.float32) for fmt in CLASSES for tokens in (64, 128)]
+    # Heads inside or outside of blocks, blocks outside of layers, padding between layers.
+    for order in ("BLHNC", "LHBNC", "HLBNC"):
+        found += [Memory(fmt, 2, 16, torch.float32, order=order) for fmt in CLASSES]
+    found += [Memory("rows", 2, 16, torch.bfloat16, order=order) for order in ("LBNHC", "BNLHC")]
+    found += [Memory(fmt, 3, 16, torch.float16, gap=64) for fmt in CLASSES]
+    return found
+
+
+def name_of(memory: Memory) -> str:
+    dtype = str(memory.dtype).removeprefix("torch.")
+    return f"{memory.fmt}-{memory.heads}h-{memory.tokens}t-{dtype}-{memory.order}-{memory.gap}"
+
+
+@pytest.fixture(params=memories(), ids=name_of)
+def memory(request: pytest.FixtureRequest) -> Iterator[Memory]:
+    kept: Memory = request.param
+    before = kept.flat.clone()
+    yield kept
+    kept.flat.copy_(before)
+
+
+def test_a_move_copies_each_token_s_own_elements_and_no_other(memory: Memory) -> None:
+    """Claim: reading and moving equal the token-by-token reference, for plans that cross blocks,
+    stay in one, and change offsets; nothing else in the allocation changes."""
+    last = memory.tokens - 1
+    size = memory.tokens
+    sources = [size, size + 1, size + last, 4 * size + 3, 2 * size + 5]
+    targets = [3 * size + last, size + 2, 3 * size, 2 * size + 6, 4 * size + 4]
+    read = memory.layout.read(torch.tensor(sources))
+    assert read.shape == (len(sources), LAYERS, 2, memory.heads, HEAD_DIM)
+    for index, slot in enumerate(sources):
+        assert torch.equal(read[index], memory.token(slot))
+    expected = memory.flat.clone()
+    for source, target in zip(sources, targets, strict=True):
+        pairs = zip(memory.elements(source), memory.elements(target), strict=True)
+        for here, there in pairs:
+            expected[there] = memory.flat[here]
+    mover = Mover(memory.layout, workspace_bytes=2 * memory.layout.token_bytes)
+    mover.move(torch.tensor(sources), torch.tensor(targets))
+    assert torch.equal(memory.flat, expected)
+    assert mover.moved_tokens == len(sources)
+    element = memory.dtype.itemsize
+    assert mover.moved_bytes == len(sources) * LAYERS * memory.heads * 2 * HEAD_DIM * element
+
+
+def test_layers_of_one_allocation_are_moved_as_one_tensor(memory: Memory) -> None:
+    assert len(memory.layout.caches) == 1
+    assert memory.layout.num_layers == LAYERS
+
+
+@pytest.mark.parametrize("fmt", CLASSES)
+def test_layers_in_allocations_of_their_own_are_read_in_order(fmt: str) -> None:
+    apart = Memory(fmt, 2, 16, torch.float32, separate=True)
+    assert len(apart.layout.caches) == LAYERS
+    for slot in (16, 37, 79):
+        assert torch.equal(apart.layout.read(torch.tensor([slot]))[0], apart.token(slot))
+    apart.layout.write(torch.tensor([40]), apart.layout.read(torch.tensor([37])))
+    assert torch.equal(apart.layout.read(torch.tensor([40]))[0], apart.token(37))
+
+
+def test_unequal_distances_between_layers_fall_back_to_one_view_per_layer() -> None:
+    flat = torch.zeros(10_000)
+    shape, strides = (2, 2, 4, 8), (64, 32, 8, 1)
+    layers = [flat.as_strided(shape, strides, at) for at in (0, 1000, 3000)]
+    assert len(stack_layers(layers)) == 3
+    assert len(stack_layers(layers[::-1])) == 3  # equal distances would have to be positive
+    assert len(stack_layers(layers[:2])) == 1
+
+
+def test_layers_of_different_shape_or_dtype_are_refused() -> None:
+    one = torch.zeros(2, 2, 4, 8)
+    for other in (torch.zeros(2, 1, 4, 8), torch.zeros(2, 2, 4, 8).half()):
+        with pytest.raises(UnsupportedConfiguration, match="uniform"):
+            stack_layers([one, other])
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LNBHC"])
+def test_a_transposed_layout_needs_a_head_s_block_in_one_run(order: str) -> None:
+    with pytest.raises(UnsupportedConfiguration, match="one run"):
+        Memory("vec", 2, 16, torch.float32, order=order)
+
+
+def test_the_scratch_of_one_layer_has_the_same_format() -> None:
+    memory = Memory("vec", 2, 16, torch.float32)
+    one = memory.layout.for_layer(memory.layers[1])
+    slots = torch.tensor([20, 35])
+    assert torch.equal(one.read(slots)[:, 0], memory.layout.read(slots)[:, 1])
+
+
+# The probe --------------------------------------------------------------------------------------
+
+
+def writer(memory: Memory, fmt: str, *, drop: str = "") -> object:
+    """A backend that writes in `fmt`, or leaves `drop` ("V", "last layer") out."""
+    other = Memory(fmt, memory.heads, memory.tokens, memory.dtype, memory.order, memory.gap)
+
+    def write(layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        if drop == "last layer" and layer == LAYERS - 1:
+            return
+        halves = [key] if drop == "V" else [key, value]
+        for index, slot in enumerate(slots.tolist()):
+            for half, content in enumerate(halves):
+                for head, d in product(range(memory.heads), range(HEAD_DIM)):
+                    where = other.address(slot, layer, half, head, d)
+                    memory.flat[where] = content[index, head, d]
+
+    return write
+
+
+def test_the_probe_accepts_the_true_format_and_restores_every_byte(memory: Memory) -> None:
+    before = memory.flat.clone()
+    probe_layout(memory.layout, writer(memory, memory.fmt), (3, 4))  # type: ignore[arg-type]
+    assert torch.equal(memory.flat, before)
+
+
+@pytest.mark.parametrize("fmt", CLASSES)
+@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_the_probe_refuses_the_other_format_of_the_same_shape(
+    fmt: str, heads: int, tokens: int
+) -> None:
+    """S13. Given 2 KV heads (and 1 and 3), blocks of 2 or 16, where both formats have one shape;
+    when the backend writes the other one; then it is refused, and the two blocks are restored."""
+    memory = Memory(fmt, heads, tokens, torch.float32)
+    before = memory.flat.clone()
+    other = "rows" if fmt == "vec" else "vec"
+    with pytest.raises(UnsupportedConfiguration, match="layout"):
+        probe_layout(memory.layout, writer(memory, other), (3, 4))  # type: ignore[arg-type]
+    assert torch.equal(memory.flat, before)
+
+
+@pytest.mark.parametrize("drop", ["V", "last layer"])
+def test_the_probe_refuses_a_backend_that_writes_less(drop: str) -> None:
+    memory = Memory("rows", 2, 16, torch.float32)
+    with pytest.raises(UnsupportedConfiguration, match="reads back"):
+        probe_layout(memory.layout, writer(memory, "rows", drop=drop), (3, 4))  # type: ignore[arg-type]
+
+
+def test_the_probe_refuses_a_move_that_copies_something_else() -> None:
+    class Wrong(TokenRowLayout):
+        def _write(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+            super()._write(cache, slots, values.flip(-1))
+
+    memory = Memory("rows", 2, 16, torch.float32)
+    before = memory.flat.clone()
+    layout = Wrong(stack_layers(memory.layers))
+    with pytest.raises(UnsupportedConfiguration, match="moves other bytes"):
+        probe_layout(layout, writer(memory, "rows"), (3, 4))  # type: ignore[arg-type]
+    assert torch.equal(memory.flat, before)
+
+
+def test_the_probe_stays_in_its_two_blocks_whatever_their_size() -> None:
+    for tokens in (1, 2, 3, 5):
+        memory = Memory("rows", 2, tokens, torch.float32)
+        before = memory.flat.clone()
+        probe_layout(memory.layout, writer(memory, "rows"), (1, 3))  # type: ignore[arg-type]
+        assert torch.equal(memory.flat, before)
+
+
+# Digests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", CLASSES)
+def test_a_digest_changes_with_any_byte_of_k_or_v_in_any_layer(
+    fmt: str, dtype: torch.dtype
+) -> None:
+    """Claim: flipping one bit of any byte of one token's payload changes its digest and nobody
+    else's."""
+    memory = Memory(fmt, 2, 16, dtype)
+    slots = torch.tensor([17, 18, 33])
+    clean = payload_digests(memory.layout.read(slots))
+    raw = memory.flat.view(torch.uint8)
+    width = dtype.itemsize
+    for element in memory.elements(18):
+        for byte in range(width):
+            raw[element * width + byte] ^= 1
+            found = payload_digests(memory.layout.read(slots))
+            raw[element * width + byte] ^= 1
+            assert found[1] != clean[1]
+            assert (found[0], found[2]) == (clean[0], clean[2])
+
+
+def test_digests_compare_bytes_and_not_values() -> None:
+    zero, nan = torch.zeros(1, 1, 2, 1, 4), torch.full((1, 1, 2, 1, 4), float("nan"))
+    assert payload_digests(zero) != payload_digests(-zero)
+    assert payload_digests(nan) == payload_digests(nan.clone())
+
+
+def test_digests_of_no_token_are_none() -> None:
+    assert payload_digests(torch.zeros(0, 2, 2, 1, 4)) == []
+
+
+def test_a_digest_does_not_depend_on_the_order_of_the_batch() -> None:
+    memory = Memory("vec", 2, 16, torch.float32)
+    there = payload_digests(memory.layout.read(torch.tensor([17, 40, 60])))
+    back = payload_digests(memory.layout.read(torch.tensor([60, 40, 17])))
+    assert there == back[::-1]
+
+
+# Workspace --------------------------------------------------------------------------------------
+
+
+def test_a_workspace_that_holds_no_token_is_rejected() -> None:
+    layout = Memory("rows", 2, 16, torch.float32).layout
+    Mover(layout, workspace_bytes=layout.token_bytes)
+    with pytest.raises(Rejected, match="does not hold one token"):
+        Mover(layout, workspace_bytes=layout.token_bytes - 1)
+
+
+def test_a_very_large_plan_is_split_and_each_part_makes_progress() -> None:
+    """S28. Given a plan of many times the workspace; when it is moved; then no part is larger
+    than the workspace, every part moves tokens, and the result is that of one large copy."""
+    memory = Memory("rows", 2, 128, torch.float32)
+    batches: list[int] = []
+
+    class Counted(TokenRowLayout):
+        def read(self, slots: torch.Tensor) -> torch.Tensor:
+            batches.append(len(slots))
+            return super().read(slots)
+
+    layout = Counted(stack_layers(memory.layers))
+    rng = np.random.default_rng(0)
+    order = torch.from_numpy(rng.permutation(2 * 128) + 128)
+    sources, targets = order[:100], order[100:200]
+    expected = TokenRowLayout(stack_layers(memory.layers)).read(sources)
+    mover = Mover(layout, workspace_bytes=7 * layout.token_bytes + 3)
+    mover.move(sources, targets)
+    assert max(batches) == mover.batch_tokens == 7
+    assert min(batches) > 0
+    assert sum(batches) == mover.moved_tokens == 100
+    assert torch.equal(layout.read(targets), expected)
