@@ -248,15 +248,17 @@ class FakeEngine:
             self.rows[change.req_id] = list(change.blocks)
 
     def _write(self, req_id: str, count: int, adopted: Mapping[str, int]) -> tuple[np.ndarray, int]:
-        """Slots as a runner derives them: row, logical position, lag, recycled slot."""
+        """Slots as told, which several tokens also derive from row, logical position and lag."""
         request, layout = self.request(req_id), self.layouts[req_id]
         row = [] if req_id in adopted else self.rows[req_id]
         row = self.rows[req_id] = row + self.pool.lists[req_id][len(row) :]
         end = request.computed + count
         places = np.arange(request.computed, end) - layout.reclaimed
         writes = self._slots(row, places)
-        if layout.recycled_slot >= 0:
-            writes = np.array([layout.recycled_slot])
+        told = layout.new_slots[-count:].astype(np.int64)
+        if count == 1:  # it may recycle a hole
+            writes = told
+        assert np.array_equal(writes, told)
         evicted = self.table(req_id).evicted
         for token in range(request.computed, end):
             request.payloads[token] = self._payload(request, token, evicted=evicted)

@@ -114,8 +114,11 @@ class OnlineChecker:
         for block in new_blocks:
             if block in self._references or block == spec.NULL_BLOCK or pool.ref_count(block) < 1:
                 self._bad_write(table, block * size, "a block that is not the request's alone")
-        for block in np.unique(slots // size).tolist():
-            if block not in new_blocks and table.position_of_slot(block * size) < 0:
+        single = int(slots[0]) if len(slots) == 1 else -1
+        place = table.position_of_slot(single) if single >= 0 else -1
+        for block in (single // size,) if single >= 0 else np.unique(slots // size).tolist():
+            owned = place >= 0 or table.position_of_slot(block * size) >= 0
+            if not owned and block not in new_blocks:
                 self._bad_write(table, block * size, "a block that the request does not own")
             cached = pool.is_cached(block)
             shared = pool.ref_count(block) > 1 and not cached
@@ -123,8 +126,8 @@ class OnlineChecker:
                 self._bad_write(table, block * size, "a shared block")
             if cached and table.evicted:  # then it was not cached by this step's allotment
                 self._bad_write(table, block * size, "a block that the prefix cache can hit")
-        for slot in slots.tolist() if len(slots) == 1 or self.level >= 2 else ():
-            position = table.position_of_slot(slot)
+        for slot in slots.tolist() if single >= 0 or self.level >= 2 else ():
+            position = place if single >= 0 else table.position_of_slot(slot)
             owner = table.owner_at(position) if position >= 0 else -1
             if owner >= 0 and table.live[owner]:
                 self._bad_write(table, slot, f"live token {owner}")
@@ -229,8 +232,9 @@ class OnlineChecker:
         """Level 1's I2: counts agree, and the newest token is where the table says."""
         self._counts.add("I2")
         newest = table.logical_len - 1
-        slot = table.slot_of(newest)
-        position = table.position_of_slot(slot) if self.level >= 2 else int(table.positions[newest])
+        position = int(table.positions[newest])
+        if self.level >= 2 and position != table.position_of_slot(table.slot_of(newest)):
+            position = -1
         size = table.block_size
         spare = table.num_blocks * size - table.physical_len
         if (
@@ -246,7 +250,7 @@ class OnlineChecker:
                 f"{table.physical_len}, {table.num_blocks} blocks of {size}",
                 req_id=table.req_id,
                 token_id=newest,
-                slot=slot,
+                slot=table.slot_of(newest),
             )
 
     # ------------------------------------------------------------------ inside

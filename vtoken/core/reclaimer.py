@@ -107,15 +107,16 @@ class StepLayout:
 
     Attributes:
         reclaimed: logical length minus physical length, after the step's tokens.
-        recycled_slot: slot of the step's single token when it recycles a hole, else -1.
         live_slots: slots of all live tokens in logical order when holes are left before the
             physical end (the gather view), else None (the dense view); int32.
         num_live: how many slots attention has to read, the step's tokens included.
+        new_slots: where the step's tokens are written, in logical order; int32. Those that a
+            new request adopts from the prefix cache come first and are not written.
     """
 
     reclaimed: int
     num_live: int
-    recycled_slot: int = -1
+    new_slots: IntArray
     live_slots: IntArray | None = None
 
 
@@ -299,22 +300,20 @@ class Reclaimer:
         table = self.tables.open(req_id)
         hole = self._holes.pop(req_id, None)
         recycled = hole is not None and total_len == table.logical_len + 1
+        place = hole if recycled else None
+        slots = table.next_slots(new_blocks, total_len, hole=place)
         if self.observer is not None:
-            slots = table.next_slots(new_blocks, total_len, hole=hole if recycled else None)
             fresh = new_blocks[adopted // table.block_size :]
             self.observer.writing(table, slots[adopted:], fresh)
-        positions = table.append(new_blocks, total_len, hole=hole if recycled else None)
-        layout = StepLayout(table.reclaimed, table.num_live)
+        table.append(new_blocks, total_len, hole=place)
         if recycled:
             self.counters.recycled += 1
-            layout.recycled_slot = table.slot_at(int(positions[0]))
+        layout = StepLayout(table.reclaimed, table.num_live, slots)
         if table.num_holes:
             layout.live_slots = table.live_slots()
         self.meter.update(table)
         if self.observer is not None:
-            self.observer.appended(
-                table, table.slots_at(positions), new_blocks, adopted, recycled=recycled
-            )
+            self.observer.appended(table, slots, new_blocks, adopted, recycled=recycled)
         return layout
 
     def take_changes(self) -> list[LayoutChange]:

@@ -201,6 +201,9 @@ class RequestTable:
     def position_of_slot(self, slot: int) -> int:
         """Position of `slot` in this request's block list, or -1 if the block is not owned."""
         block, offset = divmod(slot, self.block_size)
+        last = self._num_blocks - 1
+        if last >= 0 and self._block_ids[last] == block:  # where tokens are appended
+            return last * self.block_size + offset
         index = np.flatnonzero(self.blocks == block)
         return -1 if len(index) == 0 else int(index[0]) * self.block_size + offset
 
@@ -244,10 +247,11 @@ class RequestTable:
         """Slots that `append` with the same arguments would give, int32 `[n]`; for checks."""
         if hole is not None:
             return np.array([self.slot_at(hole)], dtype=np.int32)
-        size = self.block_size
-        positions = np.arange(
-            self.physical_len, self.physical_len + total_len - self.logical_len, dtype=np.int32
-        )
+        size, first = self.block_size, self.physical_len
+        count = total_len - self.logical_len
+        if count == 1 and first < self._num_blocks * size:
+            return np.array([self.slot_at(first)], dtype=np.int32)
+        positions = np.arange(first, first + count, dtype=np.int32)
         blocks = np.concatenate([self.blocks, np.asarray(new_blocks, dtype=np.int32)])
         slots: IntArray = blocks[positions // size] * np.int32(size) + positions % size
         return slots
@@ -479,7 +483,10 @@ class RequestTable:
     def _check_evictable(self, token_ids: IntArray) -> None:
         if token_ids.dtype.kind not in "iu":  # a mask or floats would be read as other ids
             raise Rejected(f"request {self.req_id}: token ids are integers, not {token_ids.dtype}")
-        low, high = int(token_ids.min()), int(token_ids.max())
+        if len(token_ids) == 1:
+            low = high = int(token_ids[0])
+        else:
+            low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self.logical_len:
             bad = low if low < 0 else high
             raise Rejected(f"request {self.req_id}: token {bad} is unknown or not yet computed")

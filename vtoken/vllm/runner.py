@@ -129,26 +129,31 @@ class VTokenRunnerMixin:
         # After super: it compares logical lengths to decide which rows are sampled.
         layouts = self.vtoken_step.layouts
         if layouts:
-            self._correct_inputs(layouts, scheduler_output.total_num_scheduled_tokens)
+            self._correct_inputs(layouts)
         if self.vtoken_step.expected:
             self._check_access(scheduler_output.total_num_scheduled_tokens)
         return prepared
 
-    def _correct_inputs(self, layouts: dict[str, StepLayout], num_tokens: int) -> None:
+    def _correct_inputs(self, layouts: dict[str, StepLayout]) -> None:
         """Lengths in slots and slots of new tokens, for rows that differ from vLLM's layout."""
         batch = self.input_batch
         num_reqs = batch.num_reqs
         lag = np.zeros(num_reqs, dtype=np.int32)
-        recycled: list[tuple[int, int]] = []
+        starts = self.query_start_loc.np
+        tokens: list[int] = []
+        slots: list[np.ndarray] = []
         dense: list[tuple[int, int]] = []
         for row, req_id in enumerate(batch.req_ids):
             layout = layouts.get(req_id)
-            if layout is not None:
-                lag[row] = layout.reclaimed
-                if layout.recycled_slot >= 0:
-                    recycled.append((row, layout.recycled_slot))
-                if layout.live_slots is None:
-                    dense.append((row, layout.num_live))
+            if layout is None:
+                continue
+            lag[row] = layout.reclaimed
+            first, last = int(starts[row]), int(starts[row + 1])
+            tokens.extend(range(first, last))
+            # A new request's adopted tokens come first and are not computed in this step.
+            slots.append(layout.new_slots[first - last :])
+            if layout.live_slots is None:
+                dense.append((row, layout.num_live))
         lag_cpu = torch.from_numpy(lag)
         lag_device = lag_cpu.to(self.device, non_blocking=True)
         self.seq_lens[:num_reqs] -= lag_device
@@ -160,18 +165,9 @@ class VTokenRunnerMixin:
                 self.optimistic_seq_lens_cpu.numpy()[rows],
                 np.array([live for _, live in dense]),
             )
-        starts = self.query_start_loc.np[: num_reqs + 1]
-        per_token = torch.from_numpy(np.repeat(lag, np.diff(starts)).astype(np.int64))
-        block_table = batch.block_table
-        block_table.compute_slot_mapping(
-            num_reqs,
-            self.query_start_loc.gpu[: num_reqs + 1],
-            self.positions[:num_tokens] - per_token.to(self.device, non_blocking=True),
-        )
-        if recycled:
-            index = torch.tensor([int(starts[row]) for row, _ in recycled], device=self.device)
-            slots = torch.tensor([slot for _, slot in recycled], device=self.device)
-            block_table[0].slot_mapping.gpu[index] = slots
+        index = torch.tensor(tokens, device=self.device)
+        values = torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(self.device)
+        batch.block_table[0].slot_mapping.gpu[index] = values
 
     def _check_access(self, num_tokens: int) -> None:
         """Hand the checker what this step's attention was really given."""
