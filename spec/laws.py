@@ -153,7 +153,7 @@ def l5_accounting(view: StateView) -> Iterator[Breach]:
         "held": ints(view.pool.held),
     }
     yield from l5_equation(view.pool, places)
-    yield from l5_one_place(places)
+    yield from l5_one_place(view.pool, places)
     yield from l5_references(view, owners)
 
 
@@ -166,8 +166,8 @@ def l5_equation(pool: PoolView, places: Mapping[str, Sequence[int]]) -> Iterator
         yield breach("L5", what)
 
 
-def l5_one_place(places: Mapping[str, Sequence[int]]) -> Iterator[Breach]:
-    """No block is in two places, or twice in one; the null block is in none."""
+def l5_one_place(pool: PoolView, places: Mapping[str, Sequence[int]]) -> Iterator[Breach]:
+    """No block is in two places, twice in one, or in none; the null block is in none."""
     found: dict[int, list[str]] = {}
     for name, blocks in places.items():
         for block in blocks:
@@ -175,8 +175,13 @@ def l5_one_place(places: Mapping[str, Sequence[int]]) -> Iterator[Breach]:
     for block, names in found.items():
         if block == NULL_BLOCK:
             yield breach("L5", f"the null block is {' and '.join(names)}")
+        elif not 0 < block < pool.num_blocks:
+            yield breach("L5", f"block {block} is {' and '.join(names)}, but outside the pool")
         elif len(names) > 1:
             yield breach("L5", f"block {block} is {' and '.join(names)}")
+    for block in range(1, pool.num_blocks):
+        if block not in found:
+            yield breach("L5", f"block {block} is in no place")
 
 
 def l5_references(view: StateView, owners: Mapping[int, int]) -> Iterator[Breach]:

@@ -193,6 +193,8 @@ CASES: dict[str, tuple[str, Break, str]] = {
     "free and owned": ("L5", sets(pool__free=[6, 5]), "block 5 is free and owned"),
     "free and headroom": ("L5", sets(pool__free=[6, 8]), "block 8 is free and headroom"),
     "held and headroom": ("L5", sets(pool__free=[6], pool__held=[8]), "headroom and held"),
+    "nowhere and outside": ("L5", sets(pool__free=[6, 9]), "block 9 is free, but outside"),
+    "nowhere": ("L5", sets(pool__free=[6, 6]), "block 7 is in no place"),
     "null free": ("L5", sets(pool__free=[6, 0]), "the null block is free"),
     "null owned": (
         "L5",

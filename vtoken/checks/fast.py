@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from vtoken_spec import NO_SLOT, NULL_BLOCK, PoolView, RequestView
+from vtoken_spec import NO_SLOT, PoolView, RequestView
 
 Ints = npt.NDArray[np.integer]
 
@@ -26,9 +26,7 @@ def i2_request(pool: PoolView, request: RequestView) -> bool:
     if not 0 <= request.physical_len <= len(blocks) * pool.block_size:
         return False
     if len(blocks) and (
-        blocks.min() <= NULL_BLOCK
-        or blocks.max() >= pool.num_blocks
-        or len(np.unique(blocks)) != len(blocks)
+        blocks.min() < 0 or blocks.max() >= pool.num_blocks or len(np.unique(blocks)) != len(blocks)
     ):
         return False
     placed = slots[slots != NO_SLOT]
@@ -50,35 +48,55 @@ def i2_request(pool: PoolView, request: RequestView) -> bool:
 
 
 def i2_across(pool: PoolView, requests: Mapping[str, RequestView]) -> bool:
-    """I2 across requests: a block with k holders of live slots has at least k references."""
-    holders: dict[int, int] = {}
+    """I2 across requests: a slot held by several is one logical id, with a reference for each."""
+    slots, tokens = [], []
     for request in requests.values():
-        slots = np.asarray(request.slots, dtype=np.int64)
-        live = np.asarray(request.live, dtype=np.bool_)
-        for block in np.unique(slots[live] // pool.block_size).tolist():
-            holders[block] = holders.get(block, 0) + 1
-    return all(count == 1 or pool.ref_count(block) >= count for block, count in holders.items())
+        held = np.asarray(request.slots, dtype=np.int64)
+        placed = np.flatnonzero((held >= 0) & (held < pool.num_blocks * pool.block_size))
+        own, first = np.unique(held[placed], return_index=True)
+        slots.append(own)
+        tokens.append(placed[first])
+    if not slots:
+        return True
+    token = np.concatenate(tokens)
+    slot, which, holders = np.unique(np.concatenate(slots), return_inverse=True, return_counts=True)
+    shared = holders > 1
+    if not shared.any():
+        return True
+    lowest = np.full(len(slot), len(token) + int(token.max()))
+    highest = np.full(len(slot), -1)
+    np.minimum.at(lowest, which, token)
+    np.maximum.at(highest, which, token)
+    if (lowest[shared] != highest[shared]).any():
+        return False
+    blocks, counts = (slot[shared] // pool.block_size).tolist(), holders[shared].tolist()
+    needed = set(zip(blocks, counts, strict=True))
+    return all(pool.ref_count(block) >= count for block, count in needed)
 
 
 def l5_pool(pool: PoolView, requests: Mapping[str, RequestView]) -> bool:
     """L5: every block in one place, and the references agree."""
+    lists = [np.unique(np.asarray(request.blocks, dtype=np.int64)) for request in requests.values()]
+    groups = [np.asarray(list(g), dtype=np.int64) for g in (pool.free, pool.headroom, pool.held)]
+    for blocks in (*lists, *groups):
+        if len(blocks) and not (blocks.min() > 0 and blocks.max() < pool.num_blocks):
+            return False
     owners = np.zeros(pool.num_blocks, dtype=np.int64)
-    for request in requests.values():
-        owners[np.unique(np.asarray(request.blocks, dtype=np.int64))] += 1
+    for blocks in lists:
+        owners[blocks] += 1
     places = (owners > 0).astype(np.int64)
-    for group in (pool.free, pool.headroom, pool.held):
-        np.add.at(places, np.asarray(list(group), dtype=np.int64), 1)
-    if places[NULL_BLOCK] != 0 or not (places[1:] == 1).all():
+    for blocks in groups:
+        np.add.at(places, blocks, 1)
+    if not (places[1:] == 1).all():
         return False
     if any(pool.ref_count(b) < owners[b] for b in np.flatnonzero(owners).tolist()):
         return False
-    return all(pool.ref_count(int(b)) == 0 for b in pool.free)
+    return all(pool.ref_count(b) == 0 for b in groups[0].tolist())
 
 
 def l6_reads(slots: Ints, live: npt.NDArray[np.bool_], reads: Ints, queries: Ints) -> bool:
     """L6: `reads` are the live slots once each; a chunk is read last and in order."""
-    expected = slots[live]
-    if len(expected) != len(reads) or not np.array_equal(np.sort(expected), np.sort(reads)):
+    if not np.array_equal(np.unique(slots[live]), np.sort(reads)):
         return False
     count = len(queries)
     if not np.array_equal(queries, np.arange(len(slots) - count, len(slots))):
