@@ -22,6 +22,7 @@ from support.fake_pool import FakePool
 from vtoken.checks.online import OnlineChecker
 from vtoken.checks.worker import WorkerChecker
 from vtoken.core import LayoutChange, Reclaimer, ReclaimMode, RequestTable, StepLayout
+from vtoken.core.request_table import TableSnapshot
 from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 2
@@ -161,15 +162,18 @@ class FakeEngine:
             self.layouts[req_id] = self.reclaimer.schedule(
                 req_id, new_blocks, request.computed + count, adopted=hits
             )
-        expected = {req_id: self.table(req_id).snapshot() for req_id in scheduled}
+        watched = [req_id for req_id in scheduled if self.checker.watches_reads(req_id)]
+        expected = {req_id: self.table(req_id).snapshot() for req_id in watched}
         self.reclaimer.end_step()
         self.checker.end_step()
         self._copy(changes)
         self.cache[:, fresh] = POISON
-        accesses = [self._write(req_id, count, adopted) for req_id, count in scheduled.items()]
-        if self.worker.level >= 2:
-            for (req_id, count), (writes, seq_len) in zip(scheduled.items(), accesses, strict=True):
-                self._read(expected[req_id], count, writes, seq_len)
+        accesses = {
+            req_id: self._write(req_id, count, adopted) for req_id, count in scheduled.items()
+        }
+        self._check_lengths({req_id: seq_len for req_id, (_, seq_len) in accesses.items()})
+        for req_id, table in expected.items():
+            self._read(table, *accesses[req_id])
         for req_id, count in scheduled.items():
             request = self.request(req_id)
             request.computed += count
@@ -266,16 +270,24 @@ class FakeEngine:
         self.layout.write(torch.from_numpy(writes), _bytes_of(numbers))
         return writes, end - layout.reclaimed
 
-    def _read(self, table: object, count: int, writes: np.ndarray, seq_len: int) -> None:
-        req_id: str = table.req_id  # type: ignore[attr-defined]
-        end = self.request(req_id).computed + count
+    def _check_lengths(self, lengths: Mapping[str, int]) -> None:
+        dense = [req_id for req_id in lengths if self.layouts[req_id].live_slots is None]
+        if dense and self.worker.level:
+            self.worker.check_lengths(
+                dense,
+                np.array([lengths[req_id] for req_id in dense]),
+                np.array([self.layouts[req_id].num_live for req_id in dense]),
+            )
+
+    def _read(self, table: TableSnapshot, writes: np.ndarray, seq_len: int) -> None:
+        first = table.logical_len - len(writes)
         self.worker.check_access(
-            table,  # type: ignore[arg-type]
-            block_row=np.array(self.rows[req_id], dtype=np.int32),
+            table,
+            block_row=np.array(self.rows[table.req_id], dtype=np.int32),
             seq_len=seq_len,
-            gathered=self.layouts[req_id].live_slots,
+            gathered=self.layouts[table.req_id].live_slots,
             writes=writes,
-            query_positions=np.arange(end - count, end),
+            query_positions=np.arange(first, table.logical_len),
         )
 
     # ------------------------------------------------------------------ what must hold
