@@ -132,7 +132,7 @@ def plan_dense(table: RequestTable, writable: BoolArray, *, recycle: bool) -> De
         hole, filled = -1, filled - 1
     return DensePlan(
         version=table.version,
-        token_ids=np.array([table.owner_at(int(p)) for p in sources], dtype=np.int32),
+        token_ids=table.owners_at(sources),
         targets=targets.astype(np.int32),
         keep=np.concatenate([frozen, kept]),
         physical_len=len(frozen) * size + filled,

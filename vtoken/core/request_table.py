@@ -211,6 +211,11 @@ class RequestTable:
         """Id of the token whose entry sits at `position`, live or dead; -1 if none."""
         return int(self._owner[position]) if position < len(self._owner) else _FREE
 
+    def owners_at(self, positions: IntArray) -> IntArray:
+        """`owner_at` of many positions within the block list, int32."""
+        self._fit_owner(self._num_blocks * self.block_size)
+        return self._owner[positions]
+
     def live_mask(self, index: IntArray) -> BoolArray:
         """Which slots of the blocks at list indices `index` are live, bool `[n, block_size]`."""
         size = self.block_size

@@ -38,6 +38,15 @@ class Policy(ABC):
     #: name on the command line and in configuration
     name: str
 
+    def __init__(self, params: PolicyParams, *, stream: int) -> None:
+        """Serve one request.
+
+        Args:
+            params: the options that all policies share.
+            stream: the request's place in the order of first evictions, from 0; the same again
+                after a preemption. For policies that draw.
+        """
+
     @abstractmethod
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
         """Ids to evict: distinct, live, `view.excess` of them, never the newest; int32 `[n]`."""

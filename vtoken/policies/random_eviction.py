@@ -18,6 +18,7 @@ class RandomEviction(Policy):
     name = "random"
 
     def __init__(self, params: PolicyParams, *, stream: int) -> None:
+        super().__init__(params, stream=stream)
         self._rng = np.random.default_rng([params.seed, stream])
 
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:

@@ -17,7 +17,7 @@ class SlidingWindow(Policy):
     name = "sliding-window"
 
     def __init__(self, params: PolicyParams, *, stream: int) -> None:
-        del params, stream  # no options, nothing is drawn
+        super().__init__(params, stream=stream)
         self._next = 0  # ids below are known to be dead
 
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:

@@ -19,7 +19,7 @@ class StreamingLLM(Policy):
     name = "streaming-llm"
 
     def __init__(self, params: PolicyParams, *, stream: int) -> None:
-        del stream  # nothing is drawn
+        super().__init__(params, stream=stream)
         self._sinks = params.sinks
         self._next = params.sinks  # ids in [sinks, next) are known to be dead
 

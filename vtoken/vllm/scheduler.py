@@ -146,7 +146,7 @@ class VTokenSchedulerMixin:
             stream = self._streams[req_id] = self._num_streams
             self._num_streams += 1
         assert self._policy_class is not None
-        policy: Policy = self._policy_class(self.vtoken_config.params, stream=stream)  # type: ignore[call-arg]
+        policy: Policy = self._policy_class(self.vtoken_config.params, stream=stream)
         self._policies[req_id] = policy
         return policy
 

@@ -1,0 +1,44 @@
+"""Every rank executes the same decisions: two ranks give the tokens of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines import Engine
+
+pytestmark = pytest.mark.engine
+PROGRAM = Path(__file__).resolve().parents[1] / "support" / "tensor_parallel.py"
+
+
+def run(ranks: int, mode: str) -> dict[str, Any]:
+    found = subprocess.run(
+        [sys.executable, str(PROGRAM), str(ranks), mode],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    line = next(x for x in found.stdout.splitlines() if x.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_two_ranks_give_the_tokens_of_one(tiny: Engine) -> None:
+    """Level 3 checks on both ranks; the metadata crosses to them through vLLM's own queue."""
+    found = run(2, "eager")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 259, n).tolist() for n in (150, 70, 200)]
+    tiny.configure(policy="random", budget=40, reclaim="eager", checks=3)
+    assert found["outputs"] == tiny.serve(prompts, 40).outputs
+    first, second = found["reports"]
+    assert first == second
+    assert first["moved_tokens"] == tiny.scheduler.vtoken.counters.moved > 0
+    assert first["checks"]["I1"] > 1000
