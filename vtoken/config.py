@@ -92,7 +92,8 @@ class VTokenConfig:
             return num_tokens
         policy = self.policy_class
         least = policy.min_budget(self.params) if policy else 1
-        return max(least, math.ceil(self.budget_ratio * num_tokens))
+        share = self.budget_ratio * num_tokens
+        return max(least, math.ceil(share - 1e-9))  # a tenth of 30 is 3, also in binary
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> VTokenConfig:

@@ -33,7 +33,7 @@ def load_config(file: Path | None, **flags: Any) -> VTokenConfig:
 
 def _read_mapping(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise Rejected(f"cannot read configuration {file}: {error}") from error
     try:
@@ -52,7 +52,8 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     except Rejected:
         raise
     except Exception as error:
-        raise Rejected(f"configuration {file} is not valid {file.suffix[1:]}: {error}") from error
+        reason = reason_of(error)  # YAML's come over several lines
+        raise Rejected(f"configuration {file} is not valid {file.suffix[1:]}: {reason}") from error
     if isinstance(values, dict) and set(values) == {"vtoken"}:
         values = values["vtoken"]
     if not isinstance(values, dict):
@@ -69,11 +70,14 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
     prompts = [prompt for prompt in arguments if prompt != "-"]
     if file is not None:
         try:
-            prompts += _prompts_of(file.read_text(encoding="utf-8"), str(file))
+            prompts += _prompts_of(file.read_text(encoding="utf-8-sig"), str(file))
         except (OSError, UnicodeDecodeError) as error:
             raise Rejected(f"cannot read prompts from {file}: {error}") from error
     if "-" in arguments or (not prompts and file is None and not sys.stdin.isatty()):
-        prompts += _prompts_of(sys.stdin.read(), "standard input")
+        try:
+            prompts += _prompts_of(sys.stdin.read(), "standard input")
+        except UnicodeDecodeError as error:
+            raise Rejected(f"cannot read prompts from standard input: {error}") from error
     if not prompts:
         raise Rejected("no prompt; give one as an argument, with --file, or on standard input")
     if any(not prompt.strip() for prompt in prompts):
@@ -83,7 +87,9 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
 
 def _prompts_of(text: str, where: str) -> list[str]:
     prompts = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not `splitlines`: it also splits at separators that may stand within a line of JSON.
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.rstrip("\r")
         if not line.strip():
             continue
         if not line.lstrip().startswith("{"):
