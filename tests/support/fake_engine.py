@@ -7,7 +7,8 @@ was computed after an eviction has one of its own, because it depends on the pru
 
 The step mirrors vLLM's: evict and reclaim for every running request, allocate, preempt on
 exhaustion, admit with prefix hits, cache full blocks at allocation, register; then the worker
-copies, clears new blocks, writes, and reads.
+copies, clears new blocks, writes, and reads. As with async scheduling, later steps may be
+scheduled before an earlier one is executed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,46 @@ class FakeRequest:
     computed: int = 0
     life: int = 0
     payloads: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Row:
+    """One scheduled request, as a worker is told of it.
+
+    Attributes:
+        start, count: its new tokens are `start .. start + count - 1`.
+        is_new: whether the worker has no row of it yet.
+        written: payloads of the new tokens.
+        live: payloads of all live tokens, sorted: what attention has to see.
+        expected: the table, where the checker wants to compare.
+    """
+
+    req_id: str
+    start: int
+    count: int
+    is_new: bool
+    new_blocks: list[int]
+    layout: StepLayout
+    written: list[int]
+    live: list[int]
+    expected: TableSnapshot | None
+
+
+@dataclass
+class Step:
+    """What the scheduler hands to the worker: nothing in it changes when the tables do.
+
+    Attributes:
+        gone: requests that finished or were preempted since the step before.
+        finished: those of them that will not come back.
+        fresh: blocks that are new to their request and hold nothing of it.
+    """
+
+    gone: list[str]
+    finished: list[str]
+    changes: list[LayoutChange]
+    fresh: list[int]
+    rows: list[Row]
 
 
 class FakeView:
@@ -92,6 +133,8 @@ class FakeEngine:
         self.preemptions = 0
         self._victims: dict[str, list[int]] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._gone: list[str] = []
+        self._finished: list[str] = []
         # Blocks that were shared when their request was planned for, in this step.
         self._shared: dict[str, set[int]] = {}
 
@@ -114,7 +157,7 @@ class FakeEngine:
     def finish(self, req_id: str) -> None:
         request = self.request(req_id)
         self._drop(request)
-        self.worker.forget(req_id)
+        self._finished.append(req_id)
 
     def preempt(self, req_id: str) -> None:
         request = self.request(req_id)
@@ -144,41 +187,71 @@ class FakeEngine:
             skip: running requests that are planned for but then not scheduled.
             cap: most tokens of one request in this step (chunked prefill).
         """
+        step = self.schedule(skip=skip, cap=cap)
+        self.execute(step)
+        return {row.req_id: row.count for row in step.rows}
+
+    def schedule(self, *, skip: Iterable[str] = (), cap: int = 1_000_000) -> Step:
+        """The scheduler's half of a step; see `step`."""
         self._shared.clear()
         for request in self.running:
             self._evict_and_reclaim(request)
         self._victims.clear()
         scheduled, adopted = self._allocate(frozenset(skip), cap)
-        changes = self.reclaimer.take_changes()
-        fresh: list[int] = []
-        self.layouts = {}
+        step = Step(self._gone, self._finished, self.reclaimer.take_changes(), [], [])
+        self._gone, self._finished, self.layouts = [], [], {}
         for req_id, count in scheduled.items():
-            request = self.request(req_id)
-            table = self.reclaimer.tables.get(req_id)
-            known = 0 if table is None else table.num_blocks
-            new_blocks = self.pool.lists[req_id][known:]
-            hits = adopted.get(req_id, 0)
-            fresh += new_blocks[hits // self.block_size :]
-            self.layouts[req_id] = self.reclaimer.schedule(
-                req_id, new_blocks, request.computed + count, adopted=hits
-            )
-        watched = [req_id for req_id in scheduled if self.checker.watches_reads(req_id)]
-        expected = {req_id: self.table(req_id).snapshot() for req_id in watched}
+            step.rows.append(self._register(req_id, count, adopted.get(req_id)))
+            hits = adopted.get(req_id, 0) // self.block_size
+            step.fresh += step.rows[-1].new_blocks[hits:]
         self.reclaimer.end_step()
         self.checker.end_step()
-        self._copy(changes)
-        self.cache[:, fresh] = POISON
-        accesses = {
-            req_id: self._write(req_id, count, adopted) for req_id, count in scheduled.items()
-        }
-        self._check_lengths({req_id: seq_len for req_id, (_, seq_len) in accesses.items()})
-        for req_id, table in expected.items():
-            self._read(table, *accesses[req_id])
-        for req_id, count in scheduled.items():
-            request = self.request(req_id)
-            request.computed += count
-            request.target = max(request.target, request.computed + 1)
-        return scheduled
+        return step
+
+    def _register(self, req_id: str, count: int, adopted: int | None) -> Row:
+        request = self.request(req_id)
+        table = self.reclaimer.tables.get(req_id)
+        known = 0 if table is None else table.num_blocks
+        new_blocks = self.pool.lists[req_id][known:]
+        start, end = request.computed, request.computed + count
+        layout = self.reclaimer.schedule(req_id, new_blocks, end, adopted=adopted or 0)
+        self.layouts[req_id] = layout
+        table = self.table(req_id)
+        for token in range(start, end):
+            request.payloads[token] = self._payload(request, token, evicted=table.evicted)
+        request.computed = end
+        request.target = max(request.target, end + 1)
+        watched = self.checker.watches_reads(req_id)
+        return Row(
+            req_id,
+            start,
+            count,
+            adopted is not None,
+            new_blocks,
+            layout,
+            [request.payloads[token] for token in range(start, end)],
+            sorted(request.payloads[token] for token in np.flatnonzero(table.live).tolist()),
+            table.snapshot() if watched else None,
+        )
+
+    def execute(self, step: Step) -> None:
+        """The worker's half: steps are executed in the order in which they were scheduled."""
+        for req_id in step.gone:
+            self.rows.pop(req_id, None)
+        for req_id in step.finished:
+            self.worker.forget(req_id)
+        self._copy(step.changes)
+        self.cache[:, step.fresh] = POISON
+        writes = [self._write(row) for row in step.rows]
+        dense = [row for row in step.rows if row.layout.live_slots is None]
+        if dense and self.worker.level:
+            self.worker.check_lengths(
+                [row.req_id for row in dense],
+                np.array([row.start + row.count - row.layout.reclaimed for row in dense]),
+                np.array([row.layout.num_live for row in dense]),
+            )
+        for row, slots in zip(step.rows, writes, strict=True):
+            self._read(row, slots)
 
     def _evict_and_reclaim(self, request: FakeRequest) -> None:
         table = self.reclaimer.tables.get(request.req_id)
@@ -251,44 +324,33 @@ class FakeEngine:
         for change in changes:
             self.rows[change.req_id] = list(change.blocks)
 
-    def _write(self, req_id: str, count: int, adopted: Mapping[str, int]) -> tuple[np.ndarray, int]:
+    def _write(self, row: Row) -> np.ndarray:
         """Slots as told, which several tokens also derive from row, logical position and lag."""
-        request, layout = self.request(req_id), self.layouts[req_id]
-        row = [] if req_id in adopted else self.rows[req_id]
-        row = self.rows[req_id] = row + self.pool.lists[req_id][len(row) :]
-        end = request.computed + count
-        places = np.arange(request.computed, end) - layout.reclaimed
-        writes = self._slots(row, places)
-        told = layout.new_slots[-count:].astype(np.int64)
-        if count == 1:  # it may recycle a hole
-            writes = told
-        assert np.array_equal(writes, told)
-        evicted = self.table(req_id).evicted
-        for token in range(request.computed, end):
-            request.payloads[token] = self._payload(request, token, evicted=evicted)
-        numbers = [request.payloads[token] for token in range(request.computed, end)]
-        self.layout.write(torch.from_numpy(writes), _bytes_of(numbers))
-        return writes, end - layout.reclaimed
+        known = [] if row.is_new else self.rows[row.req_id]
+        self.rows[row.req_id] = known + row.new_blocks
+        places = np.arange(row.start, row.start + row.count) - row.layout.reclaimed
+        told = row.layout.new_slots[-row.count :].astype(np.int64)
+        if row.count > 1:  # a single one may recycle a hole
+            assert np.array_equal(told, self._slots(self.rows[row.req_id], places))
+        self.layout.write(torch.from_numpy(told), _bytes_of(row.written))
+        return told
 
-    def _check_lengths(self, lengths: Mapping[str, int]) -> None:
-        dense = [req_id for req_id in lengths if self.layouts[req_id].live_slots is None]
-        if dense and self.worker.level:
-            self.worker.check_lengths(
-                dense,
-                np.array([lengths[req_id] for req_id in dense]),
-                np.array([self.layouts[req_id].num_live for req_id in dense]),
+    def _read(self, row: Row, writes: np.ndarray) -> None:
+        """What attention is given, and the bytes that it finds there."""
+        end = row.start + row.count
+        blocks, seq_len = self.rows[row.req_id], end - row.layout.reclaimed
+        gathered = row.layout.live_slots
+        slots = self._slots(blocks, np.arange(seq_len)) if gathered is None else gathered
+        if row.expected is not None:
+            self.worker.check_access(
+                row.expected,
+                block_row=np.array(blocks, dtype=np.int32),
+                seq_len=seq_len,
+                gathered=gathered,
+                writes=writes,
+                query_positions=np.arange(row.start, end),
             )
-
-    def _read(self, table: TableSnapshot, writes: np.ndarray, seq_len: int) -> None:
-        first = table.logical_len - len(writes)
-        self.worker.check_access(
-            table,
-            block_row=np.array(self.rows[table.req_id], dtype=np.int32),
-            seq_len=seq_len,
-            gathered=self.layouts[table.req_id].live_slots,
-            writes=writes,
-            query_positions=np.arange(first, table.logical_len),
-        )
+        assert sorted(_numbers_of(self.layout.read(_long(slots)))) == row.live
 
     # ------------------------------------------------------------------ what must hold
 
@@ -336,7 +398,7 @@ class FakeEngine:
         self.reclaimer.drop(request.req_id)
         self.pool.release(request.req_id)
         self.running.remove(request)
-        self.rows.pop(request.req_id, None)
+        self._gone.append(request.req_id)
         self._victims.pop(request.req_id, None)
 
     def _blocks(self, tokens: int) -> int:
