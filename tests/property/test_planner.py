@@ -46,7 +46,8 @@ def cases(draw: st.DrawFn) -> Case:
     blocks = draw(st.permutations(range(1, 8)))[:count]
     table = RequestTable("a", size)
     table.append(blocks, length)
-    dead = draw(st.lists(st.integers(0, length - 2), unique=True, min_size=1))
+    dense, rng = draw(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9])), draw(st.randoms())
+    dead = [token for token in range(length - 1) if rng.random() > dense] or [0]
     table.evict(np.array(dead, dtype=np.int32))
     whole = length // size  # only full blocks can be shared
     writable = [draw(st.booleans()) or i >= whole for i in range(count)]
@@ -204,6 +205,18 @@ def test_the_partial_block_is_the_one_whose_tokens_already_lie_in_front() -> Non
     assert plan is not None
     assert len(plan.token_ids) == 1
     assert plan.keep.tolist()[-1] == 1
+
+
+def test_a_block_that_would_push_a_fuller_one_out_is_not_the_partial_one() -> None:
+    """Claim: with 2, 1 and 4 live tokens, all in front, and room for 4 + 3, the block of 2 is the
+    partial one, although the block of 1 would keep all it has as well."""
+    table = RequestTable("a", 4)
+    table.append([1, 2, 3], 12)
+    table.evict(np.array([2, 3, 5, 6, 7], dtype=np.int32))
+    plan = plan_dense(table, np.ones(3, dtype=np.bool_), recycle=False)
+    assert plan is not None
+    assert plan.token_ids.tolist() == [4]
+    assert plan.keep.tolist() == [2, 0]
 
 
 def test_a_plan_of_an_older_table_is_refused() -> None:
