@@ -93,7 +93,7 @@ class VTokenConfig:
         policy = self.policy_class
         least = policy.min_budget(self.params) if policy else 1
         share = self.budget_ratio * num_tokens
-        return max(least, math.ceil(share - 1e-9))  # a tenth of 30 is 3, also in binary
+        return max(least, math.ceil(share - 1e-9))  # 0.07 of 100 is 7, also in binary
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> VTokenConfig:

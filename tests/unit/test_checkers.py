@@ -72,6 +72,18 @@ def forget_the_newest(engine: FakeEngine, patch: Patch) -> None:
     patch.setattr(RequestTable, "append", append)
 
 
+def lose_the_newest_owner(engine: FakeEngine, patch: Patch) -> None:
+    """The place of the newest token names another token as its owner."""
+    real = RequestTable.append
+
+    def append(self: RequestTable, *args: Any, **kwargs: Any) -> Any:
+        positions = real(self, *args, **kwargs)
+        self._owner[positions[-1]] = 0
+        return positions
+
+    patch.setattr(RequestTable, "append", append)
+
+
 def two_tokens_one_slot(engine: FakeEngine, patch: Patch) -> None:
     engine.table("a")._position[6] = engine.table("a")._position[5]
     engine.evict("a", [0])
@@ -247,6 +259,7 @@ FAULTS = [
     ),
     Fault("reference gained", "L5", 3, gain_reference, "references to block 3", req_id=None),
     Fault("newest token forgotten", "I2", 1, forget_the_newest, "counters", token_id=11, slot=15),
+    Fault("newest place lost", "I2", 1, lose_the_newest_owner, "counters", token_id=11, slot=15),
     Fault("two tokens, one slot", "I2", 2, two_tokens_one_slot, "token 5", token_id=6, slot=9),
     Fault(
         "the same in a request that rests", "I2", 2, quiet_slot_swap, "token 5", token_id=6,

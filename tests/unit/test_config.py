@@ -44,7 +44,8 @@ def test_values_are_found_where_they_were_put() -> None:
         ({"budget_ratio": 0.5}, 101, 51),
         ({"budget_ratio": 0.1}, 30, 5),  # at least the sinks and one token
         ({"budget_ratio": 0.1}, 300, 30),
-        ({"budget_ratio": 0.1, "sinks": 0}, 30, 3),
+        ({"budget_ratio": 0.1, "sinks": 0}, 31, 4),
+        ({"budget_ratio": 0.07, "sinks": 0}, 100, 7),  # 7.000000000000001 in binary
         ({"budget_ratio": 1}, 77, 77),
         ({"budget_ratio": 1e-9, "sinks": 0}, 1_000_000, 1),
     ],
