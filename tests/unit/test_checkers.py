@@ -254,6 +254,10 @@ FAULTS = [
         steps=SCAN_PERIOD + 1,
     ),
     Fault(
+        "reference lost, seen at once", "L5", 3, lose_reference, "block 3 has 0 reference(s)",
+        req_id=None,
+    ),
+    Fault(
         "reference of a shared block lost", "I2", 2, lose_shared_reference,
         "block 1 has 1 reference(s)", token_id=0, slot=4, shared=True, steps=SCAN_PERIOD + 1,
     ),
