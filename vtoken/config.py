@@ -41,6 +41,7 @@ class VTokenConfig:
     seed: int = 0
     reclaim: str = "eager"
     checks: int = 1
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -123,6 +124,8 @@ def _check_types(config: VTokenConfig) -> None:
     for name in ("policy", "reclaim"):
         if not isinstance(getattr(config, name), str):
             raise Rejected(f"{name} must be a name, not {getattr(config, name)!r}")
+    if config.trace is not None and not isinstance(config.trace, str):
+        raise Rejected(f"trace must be a file name, not {config.trace!r}")
     budget, ratio = config.budget, config.budget_ratio
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
         raise Rejected(

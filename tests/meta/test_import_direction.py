@@ -55,9 +55,11 @@ LAYERS = {
         *BASE, "vtoken.core", "vtoken.policies"
     ),  # options, as users write them
     "vtoken.checks": _layer(*BASE, *LOW),
-    "vtoken.trace": _layer(*BASE, *LOW),
+    "vtoken.trace": _layer(*BASE, *LOW, "vtoken.checks"),
     "vtoken.vllm": _layer(*BASE, *MIDDLE),
-    "vtoken.cli": _layer(*BASE, *MIDDLE, "vtoken.vllm"),
+    "vtoken.options": _layer(*BASE, *LOW, "vtoken.config"),  # what a user gives
+    "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
+    "vtoken.cli": _layer(*BASE, *MIDDLE, "vtoken.options", "vtoken.report", "vtoken.vllm"),
 }
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from vtoken.errors import InvariantViolation
-from vtoken_spec import Breach
+from vtoken_spec import Breach, StateView, i2_unique_mapping, l5_accounting
 
 _REPORTED = 5
 
@@ -34,6 +34,11 @@ def judge(breaches: Iterable[Breach]) -> None:
         before=first.before,
         after=first.after,
     )
+
+
+def first_breach(state: StateView) -> Breach | None:
+    """The first breach of the state laws I2 and L5, None if they hold."""
+    return next(chain(i2_unique_mapping(state), l5_accounting(state)), None)
 
 
 def screened(*, law: str, holds: bool, breaches: Iterable[Breach], what: str) -> None:

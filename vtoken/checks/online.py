@@ -21,8 +21,8 @@ import vtoken_spec as spec
 from vtoken.checks import fast
 from vtoken.checks.judge import LawCounts, judge, screened
 from vtoken.checks.shadow import Shadow
+from vtoken.core.observer import LayoutChange
 from vtoken.core.planner import DensePlan
-from vtoken.core.reclaimer import LayoutChange
 from vtoken.core.request_table import IntArray, RequestTable
 from vtoken.errors import InvariantViolation
 

@@ -4,8 +4,9 @@ Takes events and returns plans. Imports neither torch nor vLLM.
 """
 
 from vtoken.core.meter import BlockMeter, BlockUsage
+from vtoken.core.observer import LayoutChange, Observer, Observers
 from vtoken.core.planner import DensePlan, plan_dense, releasable_blocks
-from vtoken.core.reclaimer import LayoutChange, PoolPort, Reclaimer, ReclaimMode, StepLayout
+from vtoken.core.reclaimer import PoolPort, Reclaimer, ReclaimMode, StepLayout
 from vtoken.core.request_table import NO_SLOT, RequestTable
 from vtoken.core.table import TokenTable
 
@@ -15,6 +16,8 @@ __all__ = [
     "BlockUsage",
     "DensePlan",
     "LayoutChange",
+    "Observer",
+    "Observers",
     "PoolPort",
     "ReclaimMode",
     "Reclaimer",

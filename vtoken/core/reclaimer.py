@@ -25,7 +25,8 @@ from typing import Protocol
 import numpy as np
 
 from vtoken.core.meter import BlockMeter
-from vtoken.core.planner import DensePlan, plan_dense, plan_release
+from vtoken.core.observer import LayoutChange, Observer
+from vtoken.core.planner import plan_dense, plan_release
 from vtoken.core.request_table import BoolArray, IntArray, RequestTable
 from vtoken.core.table import TokenTable
 from vtoken.errors import InvariantViolation
@@ -55,50 +56,6 @@ class PoolPort(Protocol):
 
     def set_blocks(self, req_id: str, keep: Sequence[int], dropped: Sequence[int]) -> None:
         """Make `keep` the request's block list and return its reference to `dropped`."""
-
-
-class Observer(Protocol):
-    """Online checks: told before and after each change, so a broken law stops it."""
-
-    def evicted(self, table: RequestTable, token_ids: IntArray) -> None: ...
-
-    def planned(self, table: RequestTable, plan: DensePlan) -> None: ...
-
-    def reclaimed(self, table: RequestTable, change: LayoutChange) -> None: ...
-
-    def writing(self, table: RequestTable, slots: IntArray, new_blocks: Sequence[int]) -> None: ...
-
-    def appended(
-        self,
-        table: RequestTable,
-        slots: IntArray,
-        new_blocks: Sequence[int],
-        adopted: int,
-        *,
-        recycled: bool,
-    ) -> None: ...
-
-    def dropped(self, table: RequestTable) -> None: ...
-
-
-@dataclass(frozen=True)
-class LayoutChange:
-    """One request's structural change in one step, as the worker needs it.
-
-    Attributes:
-        token_ids, sources, targets: the moves, in slots; int32 `[n]` each.
-        blocks: the whole block list after the change and before this step's new blocks.
-        dropped: blocks the request gave back.
-        trimmed: whether the physical end was also cut back to the last live token.
-    """
-
-    req_id: str
-    token_ids: IntArray
-    sources: IntArray
-    targets: IntArray
-    blocks: list[int]
-    dropped: list[int]
-    trimmed: bool
 
 
 @dataclass

@@ -46,6 +46,8 @@ class Policy(ABC):
             stream: the request's place in the order of first evictions, from 0; the same again
                 after a preemption. For policies that draw.
         """
+        self.params = params
+        self.stream = stream
 
     @abstractmethod
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:

@@ -15,7 +15,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vtoken.checks.worker import WorkerChecker
-from vtoken.core.reclaimer import LayoutChange, StepLayout
+from vtoken.core.observer import LayoutChange
+from vtoken.core.reclaimer import StepLayout
 from vtoken.errors import InvariantViolation
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
 from vtoken.kv.layouts import KVLayout

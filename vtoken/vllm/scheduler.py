@@ -7,19 +7,24 @@ every tensor-parallel rank executes the same ones.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vtoken import __version__
 from vtoken.checks.online import OnlineChecker
 from vtoken.config import VTokenConfig
+from vtoken.core.observer import Observer, Observers
 from vtoken.core.reclaimer import Reclaimer
 from vtoken.errors import Rejected
 from vtoken.policies import Policy, PolicyView
+from vtoken.trace import Recorder
 from vtoken.vllm.guards import check_engine, check_pool
 from vtoken.vllm.kv_manager import VTokenManager
 from vtoken.vllm.metadata import StepMetadata, attach
@@ -36,6 +41,8 @@ class VTokenSchedulerMixin:
     running: list[Request]
     requests: dict[str, Request]
     kv_cache_manager: Any
+
+    vtoken_recorder: Recorder | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,11 +70,24 @@ class VTokenSchedulerMixin:
             block_size=manager.block_size,
             mode=settings.mode,
             pool=manager,
-            observer=self.vtoken_checker if settings.checks else None,
         )
         manager.reclaimer = self.vtoken
         view = EngineView(self.kv_cache_manager.block_pool, self.vtoken.tables)
         self.vtoken_checker.bind(view)
+        if self.vtoken_recorder is not None:
+            self.vtoken_recorder.close()
+            self.vtoken_recorder = None
+        if settings.trace is not None:
+            about = {"vtoken": __version__, "vllm": vllm.__version__, "config": settings.as_dict()}
+            self.vtoken_recorder = Recorder(Path(settings.trace), view.pool, about=about)
+        observers: list[Observer] = []
+        if self.vtoken_recorder is not None:
+            observers.append(self.vtoken_recorder)
+        if settings.checks:
+            observers.append(self.vtoken_checker)
+        self.vtoken.observer = (
+            Observers(*observers) if len(observers) > 1 else next(iter(observers), None)
+        )
         self._policy_class = settings.policy_class
         self._policies: dict[str, Policy] = {}
         self._streams: dict[str, int] = {}
@@ -92,6 +112,11 @@ class VTokenSchedulerMixin:
         elif request.request_id in self.vtoken.tables:
             self.vtoken.counters.recomputed_requests += 1
         super()._free_request_blocks(request)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        if self.vtoken_recorder is not None:
+            self.vtoken_recorder.close()
+        super().shutdown()  # type: ignore[misc]
 
     # ---- one step
 
