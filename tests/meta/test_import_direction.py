@@ -56,8 +56,8 @@ LAYERS = {
     ),  # options, as users write them
     "vtoken.checks": _layer(*BASE, *LOW),
     "vtoken.trace": _layer(*BASE, *LOW, "vtoken.checks"),
-    "vtoken.vllm": _layer(*BASE, *MIDDLE),
     "vtoken.options": _layer(*BASE, *LOW, "vtoken.config"),  # what a user gives
+    "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options"),
     "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
     "vtoken.cli": _layer(*BASE, *MIDDLE, "vtoken.options", "vtoken.report", "vtoken.vllm"),
 }
