@@ -172,6 +172,19 @@ def test_help_and_version_need_no_vllm() -> None:
         assert text in done.stdout
 
 
+def test_a_reader_who_leaves_early_is_no_error_worth_a_word() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vtoken.cli", "run", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, complaint = process.communicate(timeout=60)
+    assert complaint == b""
+    assert process.returncode in (0, 1)
+
+
 def test_prompts_come_from_arguments_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text('first line\n\n{"prompt": "second\\nprompt", "id": 7}\n  third\n')

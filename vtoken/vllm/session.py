@@ -129,7 +129,7 @@ class Session:
             if known is not None:
                 raise known from error
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise EngineFailed(f"vLLM's engine failed ({reason})") from error
+            raise EngineFailed(f"vLLM's engine failed ({reason}); see --verbose") from error
 
     def _checked(self, index: int, token_ids: list[int]) -> list[int]:
         limit = self.llm.llm_engine.model_config.max_model_len
