@@ -242,7 +242,18 @@ class FakeEngine:
             self.worker.forget(req_id)
         self._copy(step.changes)
         self.cache[:, step.fresh] = POISON
-        writes = [self._write(row) for row in step.rows]
+        # As in vLLM's runner: inputs are prepared and checked, then all rows are written and read.
+        for row in step.rows:
+            known = [] if row.is_new else self.rows[row.req_id]
+            self.rows[row.req_id] = known + row.new_blocks
+        self._check_inputs(step)
+        for row in step.rows:
+            self.layout.write(_long(self._new_slots(row)), _bytes_of(row.written))
+        for row in step.rows:
+            found = self.layout.read(_long(self._slots_to_read(row)))
+            assert sorted(_numbers_of(found)) == row.live
+
+    def _check_inputs(self, step: Step) -> None:
         dense = [row for row in step.rows if row.layout.live_slots is None]
         if dense and self.worker.level:
             self.worker.check_lengths(
@@ -250,8 +261,17 @@ class FakeEngine:
                 np.array([row.start + row.count - row.layout.reclaimed for row in dense]),
                 np.array([row.layout.num_live for row in dense]),
             )
-        for row, slots in zip(step.rows, writes, strict=True):
-            self._read(row, slots)
+        for row in step.rows:
+            if row.expected is not None:
+                end = row.start + row.count
+                self.worker.check_access(
+                    row.expected,
+                    block_row=np.array(self.rows[row.req_id], dtype=np.int32),
+                    seq_len=end - row.layout.reclaimed,
+                    gathered=row.layout.live_slots,
+                    writes=self._new_slots(row),
+                    query_positions=np.arange(row.start, end),
+                )
 
     def _evict_and_reclaim(self, request: FakeRequest) -> None:
         table = self.reclaimer.tables.get(request.req_id)
@@ -324,33 +344,20 @@ class FakeEngine:
         for change in changes:
             self.rows[change.req_id] = list(change.blocks)
 
-    def _write(self, row: Row) -> np.ndarray:
+    def _new_slots(self, row: Row) -> np.ndarray:
         """Slots as told, which several tokens also derive from row, logical position and lag."""
-        known = [] if row.is_new else self.rows[row.req_id]
-        self.rows[row.req_id] = known + row.new_blocks
         places = np.arange(row.start, row.start + row.count) - row.layout.reclaimed
         told = row.layout.new_slots[-row.count :].astype(np.int64)
         if row.count > 1:  # a single one may recycle a hole
             assert np.array_equal(told, self._slots(self.rows[row.req_id], places))
-        self.layout.write(torch.from_numpy(told), _bytes_of(row.written))
         return told
 
-    def _read(self, row: Row, writes: np.ndarray) -> None:
-        """What attention is given, and the bytes that it finds there."""
-        end = row.start + row.count
-        blocks, seq_len = self.rows[row.req_id], end - row.layout.reclaimed
-        gathered = row.layout.live_slots
-        slots = self._slots(blocks, np.arange(seq_len)) if gathered is None else gathered
-        if row.expected is not None:
-            self.worker.check_access(
-                row.expected,
-                block_row=np.array(blocks, dtype=np.int32),
-                seq_len=seq_len,
-                gathered=gathered,
-                writes=writes,
-                query_positions=np.arange(row.start, end),
-            )
-        assert sorted(_numbers_of(self.layout.read(_long(slots)))) == row.live
+    def _slots_to_read(self, row: Row) -> np.ndarray:
+        """What attention is given: the dense view, or the slots to gather."""
+        if row.layout.live_slots is not None:
+            return row.layout.live_slots
+        length = row.start + row.count - row.layout.reclaimed
+        return self._slots(self.rows[row.req_id], np.arange(length))
 
     # ------------------------------------------------------------------ what must hold
 

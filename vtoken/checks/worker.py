@@ -85,9 +85,12 @@ class WorkerChecker:
 
     def _check_payloads(self, table: TableSnapshot, first_new: int) -> None:
         """Level 3: a token's payload never changes as long as the request lives."""
-        life, seen = self._seen.get(table.req_id, (table.life, {}))
-        if life != table.life:  # preempted and computed or adopted anew: its KV is another one
-            seen = {}
+        life, seen = self._seen.get(table.req_id, (0, {}))
+        if life != table.life:
+            # New, or preempted and begun anew. What it adopts may still be written in this very
+            # step, by the request that it shares the prefix with: its payloads count from the next.
+            self._seen[table.req_id] = (table.life, {})
+            return
         old = np.flatnonzero(table.live[:first_new])
         now = self._digests(old, table.slots[old])
         before = {token: seen[token] for token in now if token in seen}
