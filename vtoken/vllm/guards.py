@@ -7,7 +7,7 @@ is tested and what is merely not refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ def _has_sliding_window(config: VllmConfig) -> bool:
 
 
 def _has_alibi(config: VllmConfig) -> bool:
+    """Models that say so; the others are found by their layers, in `check_layers`."""
     text = _text_config(config)
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", "") == "alibi":
         return True
@@ -65,6 +66,9 @@ def _has_alibi(config: VllmConfig) -> bool:
 def _quantised_per_head(config: VllmConfig) -> bool:
     return str(config.cache_config.cache_dtype).endswith("per_token_head")
 
+
+_ALIBI = "ALiBi biases depend on the distance between slots, which relocation changes"
+_ALIBI_WAY_OUT = "serve a model with rotary or learned positions"
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
@@ -102,8 +106,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         _has_alibi,
-        "ALiBi biases depend on the distance between slots, which relocation changes",
-        "serve a model with rotary or learned positions",
+        _ALIBI,
+        _ALIBI_WAY_OUT,
     ),
     Refusal(
         lambda c: bool(getattr(c.model_config, "is_diffusion", False)),
@@ -150,9 +154,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
     ),
     Refusal(
-        lambda c: bool(c.parallel_config.enable_dbo),
+        lambda c: bool(c.parallel_config.use_ubatching),
         "dual-batch overlap splits a step's metadata in a way that vToken does not follow",
-        "leave out --enable-dbo",
+        "leave out --enable-dbo and --ubatch-size",
     ),
     Refusal(
         lambda c: bool(c.use_v2_model_runner),
@@ -213,7 +217,7 @@ def check_engine(config: VllmConfig) -> None:
     changed = changed_overrides()
     if changed:
         raise refuse(
-            f"vLLM's {', '.join(changed)} differ from the ones vToken was written for; "
+            f"parts of vLLM differ from the ones vToken was written for: {', '.join(changed)}; "
             f"install an unmodified vllm=={SUPPORTED_VLLM}"
         )
     worker = config.parallel_config.worker_cls
@@ -250,8 +254,12 @@ def check_pool(settings: VTokenConfig, config: VllmConfig, manager: Any) -> None
         )
 
 
-def check_layers(specs: dict[str, KVCacheSpec]) -> None:
+def check_layers(specs: Mapping[str, KVCacheSpec], layers: Mapping[str, Any]) -> None:
     """Refuse models with a layer that is not plain full attention.
+
+    Args:
+        specs: KV cache specs by layer name.
+        layers: vLLM's layers by name, which know more than any configuration.
 
     Raises:
         UnsupportedConfiguration: names the first such layer.
@@ -259,8 +267,21 @@ def check_layers(specs: dict[str, KVCacheSpec]) -> None:
     if not specs:
         raise refuse("the model has no layer with a KV cache; serve a decoder-only language model")
     for name, spec in specs.items():
-        if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        if (
+            type(spec) is not FullAttentionSpec
+            or spec.sliding_window
+            or spec.attention_chunk_size
+            or spec.non_causal
+        ):
             raise refuse(
-                f"layer {name} has a {type(spec).__name__} KV cache; vToken needs full attention "
-                "in every layer, so serve another model"
+                f"layer {name} has a {type(spec).__name__} KV cache; vToken needs full causal "
+                "attention in every layer, so serve another model"
+            )
+    for name, layer in layers.items():
+        if getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None:
+            raise refuse(f"layer {name} uses ALiBi; {_ALIBI}; {_ALIBI_WAY_OUT}")
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            raise refuse(
+                f"layer {name} shares another layer's KV cache, which vToken would move twice; "
+                "serve a model whose layers have a cache each"
             )

@@ -61,7 +61,7 @@ class VTokenRunnerMixin:
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        check_layers(specs)
+        check_layers(specs, self.compilation_config.static_forward_context)
         return {name: VTokenAttentionSpec.of(spec) for name, spec in specs.items()}
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
