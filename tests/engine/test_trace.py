@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.engines import Engine
 
+from support.engines import Engine
 from vtoken.trace import replay
 
 pytestmark = pytest.mark.engine

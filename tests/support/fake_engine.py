@@ -23,7 +23,7 @@ from support.fake_pool import FakePool
 from vtoken.checks.online import OnlineChecker
 from vtoken.checks.worker import WorkerChecker
 from vtoken.core import LayoutChange, Reclaimer, ReclaimMode, RequestTable, StepLayout
-from vtoken.core.request_table import TableSnapshot
+from vtoken.core.arrays import TableSnapshot
 from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 2

@@ -337,3 +337,11 @@ def test_every_array_is_counted() -> None:
     table.append(range(1, 65), 1024)
     arrays = [part for part in gc.get_referents(table) if isinstance(part, np.ndarray)]
     assert table.nbytes == sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("block", [0, -1])
+def test_the_null_block_and_no_block_cannot_be_owned(block: int) -> None:
+    tables = TokenTable(4)
+    with pytest.raises(Rejected, match="cannot be owned"):
+        tables.sync_new_tokens("a", [3, block], 6)
+    assert "a" not in tables

@@ -21,9 +21,10 @@ import vtoken_spec as spec
 from vtoken.checks import fast
 from vtoken.checks.judge import LawCounts, judge, screened
 from vtoken.checks.shadow import Shadow
+from vtoken.core.arrays import IntArray
 from vtoken.core.observer import LayoutChange
 from vtoken.core.planner import DensePlan
-from vtoken.core.request_table import IntArray, RequestTable
+from vtoken.core.request_table import RequestTable
 from vtoken.errors import InvariantViolation
 
 SCAN_PERIOD = 16

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import vtoken_spec as spec
 from vtoken.checks.follower import Follower
+from vtoken.core.arrays import IntArray
 from vtoken.core.observer import LayoutChange
-from vtoken.core.request_table import IntArray, RequestTable
+from vtoken.core.request_table import RequestTable
 from vtoken.errors import InvariantViolation
 
 

@@ -18,8 +18,8 @@ import torch
 import vtoken_spec as spec
 from vtoken.checks import fast
 from vtoken.checks.judge import LawCounts, judge, screened
+from vtoken.core.arrays import TableSnapshot
 from vtoken.core.observer import LayoutChange
-from vtoken.core.request_table import TableSnapshot
 from vtoken.errors import InvariantViolation
 from vtoken.kv.digests import payload_digests
 from vtoken.kv.layouts import KVLayout

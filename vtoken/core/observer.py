@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from vtoken.core.arrays import IntArray
 from vtoken.core.planner import DensePlan
-from vtoken.core.request_table import IntArray, RequestTable
+from vtoken.core.request_table import RequestTable
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtoken.core.request_table import BoolArray, IntArray, RequestTable
+from vtoken.core.arrays import BoolArray, IntArray
+from vtoken.core.request_table import RequestTable
 
 _NONE = np.empty(0, dtype=np.int32)
 

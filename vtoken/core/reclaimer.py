@@ -24,10 +24,11 @@ from typing import Protocol
 
 import numpy as np
 
+from vtoken.core.arrays import BoolArray, IntArray
 from vtoken.core.meter import BlockMeter
 from vtoken.core.observer import LayoutChange, Observer
 from vtoken.core.planner import plan_dense, plan_release
-from vtoken.core.request_table import BoolArray, IntArray, RequestTable
+from vtoken.core.request_table import RequestTable
 from vtoken.core.table import TokenTable
 from vtoken.errors import InvariantViolation
 

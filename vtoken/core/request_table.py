@@ -13,41 +13,14 @@ arrays grown by an eighth, plus 12 bytes per block; independent of layers and he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from vtoken.core.arrays import FREE, NO_SLOT, BoolArray, IntArray, TableSnapshot, grown
+from vtoken.core.contract import check_evictable, check_move, check_recyclable
 from vtoken.errors import InvariantViolation, Rejected
 
-IntArray = npt.NDArray[np.int32]
-BoolArray = npt.NDArray[np.bool_]
-
-NO_SLOT = -1
-_FREE = -1  # owner of a position that holds no token (never written, or its token was reclaimed)
-_GROWTH_TOKENS = 64
-_RECENT_HOLES = 16
-
-
-def _grown(array: npt.NDArray[np.generic], need: int, fill: int) -> npt.NDArray[np.generic]:
-    """`array` with room for `need` entries, new entries set to `fill`."""
-    size = need + max(_GROWTH_TOKENS, need >> 3)
-    bigger = np.full(size, fill, dtype=array.dtype)
-    bigger[: len(array)] = array
-    return bigger
-
-
-@dataclass(frozen=True)
-class TableSnapshot:
-    """A `vtoken_spec.view.RequestView` that does not change when the table does."""
-
-    req_id: str
-    logical_len: int
-    physical_len: int
-    blocks: IntArray
-    slots: IntArray
-    live: BoolArray
-    life: int = 0
+RECENT_HOLES = 16
 
 
 class RequestTable:
@@ -209,7 +182,7 @@ class RequestTable:
 
     def owner_at(self, position: int) -> int:
         """Id of the token whose entry sits at `position`, live or dead; -1 if none."""
-        return int(self._owner[position]) if position < len(self._owner) else _FREE
+        return int(self._owner[position]) if position < len(self._owner) else FREE
 
     def owners_at(self, positions: IntArray) -> IntArray:
         """`owner_at` of many positions within the block list, int32."""
@@ -290,7 +263,7 @@ class RequestTable:
         if hole is not None and count != 1:
             raise Rejected(f"request {self.req_id}: a hole takes one token, not {count}")
         if hole is not None:
-            self._check_recyclable(hole)
+            check_recyclable(self, hole)
         if len(new_blocks):
             self._append_blocks(new_blocks)
         self._fit_tokens(total_len)
@@ -337,7 +310,7 @@ class RequestTable:
         count = len(token_ids)
         if count == 0:
             return
-        self._check_evictable(token_ids)
+        check_evictable(self, token_ids)
         size = self.block_size
         if count == 1:
             token_id = int(token_ids[0])
@@ -356,9 +329,9 @@ class RequestTable:
             index, counts = np.unique(token_ids // size, return_counts=True)
             self._logical_live[index] -= counts.astype(np.int32)
             self.naive_blocks -= int(np.count_nonzero(self._logical_live[index] == 0))
-        if count <= _RECENT_HOLES:
+        if count <= RECENT_HOLES:
             self._recent_holes.extend(int(p) for p in self._position[token_ids])
-            del self._recent_holes[:-_RECENT_HOLES]
+            del self._recent_holes[:-RECENT_HOLES]
         self.num_live -= count
         self.evicted = True
         self.version += 1
@@ -378,11 +351,11 @@ class RequestTable:
             return
         size = self.block_size
         self._fit_owner(self._num_blocks * size)
-        self._check_move(token_ids, targets)
+        check_move(self, token_ids, targets)
         sources = self._position[token_ids].copy()
         replaced = self._owner[targets]
         self._position[replaced[replaced >= 0]] = NO_SLOT
-        self._owner[sources] = _FREE
+        self._owner[sources] = FREE
         self._owner[targets] = token_ids
         self._position[token_ids] = targets
         np.subtract.at(self._block_live, sources // size, 1)
@@ -429,12 +402,12 @@ class RequestTable:
             )
         dropped = [int(b) for b in self._block_ids[dropped_index]]
         self._position[gone] = NO_SLOT
-        owner[physical_len:] = _FREE
+        owner[physical_len:] = FREE
         self._block_ids[: len(keep)] = self._block_ids[keep]
         self._block_live[: len(keep)] = self._block_live[keep]
         self._num_blocks = len(keep)
         self._owner[: len(owner)] = owner
-        self._owner[len(owner) :] = _FREE
+        self._owner[len(owner) :] = FREE
         held = np.flatnonzero(owner >= 0)
         self._position[owner[held]] = held
         self.physical_len = physical_len
@@ -447,83 +420,31 @@ class RequestTable:
     def _append_blocks(self, new_blocks: Sequence[int]) -> None:
         need = self._num_blocks + len(new_blocks)
         fresh = np.asarray(new_blocks, dtype=np.int32)
+        if len(fresh) and fresh.min() <= 0:
+            raise Rejected(f"request {self.req_id}: block {int(fresh.min())} cannot be owned")
         if len(np.intersect1d(fresh, self.blocks)) or len(np.unique(fresh)) != len(fresh):
             raise Rejected(f"request {self.req_id}: block list would hold a block twice")
         if need > len(self._block_ids):
-            self._block_ids = _grown(self._block_ids, need, 0)[: need + 4].copy()  # type: ignore[assignment]
-            self._block_live = _grown(self._block_live, need, 0)[: need + 4].copy()  # type: ignore[assignment]
+            self._block_ids = grown(self._block_ids, need, 0)[: need + 4].copy()  # type: ignore[assignment]
+            self._block_live = grown(self._block_live, need, 0)[: need + 4].copy()  # type: ignore[assignment]
         self._block_ids[self._num_blocks : need] = fresh
         self._block_live[self._num_blocks : need] = 0
         self._num_blocks = need
 
     def _fit_tokens(self, total_len: int) -> None:
         if total_len > len(self._position):
-            self._position = _grown(self._position, total_len, NO_SLOT)  # type: ignore[assignment]
-            self._live = _grown(self._live, total_len, 0)  # type: ignore[assignment]
+            self._position = grown(self._position, total_len, NO_SLOT)  # type: ignore[assignment]
+            self._live = grown(self._live, total_len, 0)  # type: ignore[assignment]
         logical_blocks = -(-total_len // self.block_size)
         if logical_blocks > len(self._logical_live):
-            grown = _grown(self._logical_live, logical_blocks, 0)
-            self._logical_live = grown[: logical_blocks + (logical_blocks >> 3) + 4].copy()  # type: ignore[assignment]
+            bigger = grown(self._logical_live, logical_blocks, 0)
+            self._logical_live = bigger[: logical_blocks + (logical_blocks >> 3) + 4].copy()  # type: ignore[assignment]
 
     def _fit_owner(self, end: int) -> None:
         if end > len(self._owner):
-            self._owner = _grown(self._owner, end, _FREE)  # type: ignore[assignment]
+            self._owner = grown(self._owner, end, FREE)  # type: ignore[assignment]
 
     def _drop_owner(self, position: int) -> None:
         owner = int(self._owner[position])
         if owner >= 0:
             self._position[owner] = NO_SLOT
-
-    def _check_recyclable(self, hole: int) -> None:
-        owner = int(self._owner[hole]) if hole < self.physical_len else _FREE
-        if not 0 <= hole < self.physical_len or (owner >= 0 and self._live[owner]):
-            raise InvariantViolation(
-                law="L7",
-                message="a new token would be written where no hole is",
-                req_id=self.req_id,
-                token_id=owner,
-                slot=self.slot_at(hole) if 0 <= hole < self._num_blocks * self.block_size else hole,
-            )
-
-    def _check_evictable(self, token_ids: IntArray) -> None:
-        if token_ids.dtype.kind not in "iu":  # a mask or floats would be read as other ids
-            raise Rejected(f"request {self.req_id}: token ids are integers, not {token_ids.dtype}")
-        if len(token_ids) == 1:
-            low = high = int(token_ids[0])
-        else:
-            low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.logical_len:
-            bad = low if low < 0 else high
-            raise Rejected(f"request {self.req_id}: token {bad} is unknown or not yet computed")
-        if high == self.logical_len - 1:
-            raise Rejected(f"request {self.req_id}: token {high} is the newest and stays")
-        live = self._live[token_ids]
-        if not live.all():
-            dead = int(token_ids[~live][0])
-            raise Rejected(f"request {self.req_id}: token {dead} is dead already")
-        if len(token_ids) > 1 and len(np.unique(token_ids)) != len(token_ids):
-            raise Rejected(f"request {self.req_id}: a token is named twice in one eviction")
-
-    def _check_move(self, token_ids: IntArray, targets: IntArray) -> None:
-        def broken(message: str, token: int, slot: int) -> InvariantViolation:
-            return InvariantViolation(
-                law="I2", message=message, req_id=self.req_id, token_id=token, slot=slot
-            )
-
-        limit = self._num_blocks * self.block_size
-        if int(targets.min()) < 0 or int(targets.max()) >= limit:
-            raise broken("a move leaves the block list", int(token_ids[0]), int(targets.max()))
-        if len(np.unique(targets)) != len(targets) or len(np.unique(token_ids)) != len(token_ids):
-            raise broken("two moves share a token or a target", int(token_ids[0]), NO_SLOT)
-        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self.logical_len:
-            raise broken("a move names an unknown token", int(token_ids.max()), NO_SLOT)
-        if not self._live[token_ids].all():
-            dead = int(token_ids[~self._live[token_ids]][0])
-            raise broken("a dead token would be moved", dead, self.slot_of(dead))
-        owner = self._owner[targets]
-        taken = (owner >= 0) & self._live[np.maximum(owner, 0)]
-        if taken.any():
-            first = int(np.flatnonzero(taken)[0])
-            raise broken(
-                "a move lands on a live token", int(owner[first]), self.slot_at(int(targets[first]))
-            )

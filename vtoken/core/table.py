@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vtoken.core.request_table import IntArray, RequestTable
+from vtoken.core.arrays import IntArray
+from vtoken.core.request_table import RequestTable
 from vtoken.errors import Rejected
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import vtoken_spec as spec
+from vtoken.core.arrays import IntArray
 from vtoken.core.observer import LayoutChange
 from vtoken.core.planner import DensePlan
-from vtoken.core.request_table import IntArray, RequestTable
+from vtoken.core.request_table import RequestTable
 from vtoken.errors import Rejected
 from vtoken.trace.format import Header, Record, end_line, header_line, line_of
 

@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from vtoken.core.arrays import BoolArray, IntArray
 from vtoken.core.reclaimer import Reclaimer
-from vtoken.core.request_table import BoolArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vtoken.core.arrays import TableSnapshot
 from vtoken.core.observer import LayoutChange
 from vtoken.core.reclaimer import StepLayout
-from vtoken.core.request_table import TableSnapshot
 
 _ATTRIBUTE = "vtoken_step"
 
