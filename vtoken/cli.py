@@ -394,7 +394,10 @@ def _prepare_environment(*, quiet: bool) -> None:
     }
     # What Python's own tracker of shared memory finds at exit, it also clears away.
     tracker = "ignore:resource_tracker:UserWarning"
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.getenv("PYTHONWARNINGS"), tracker]))
+    # And what vLLM does in each of its processes, torch would rather see done otherwise.
+    triton = "ignore::FutureWarning:vllm.triton_utils.dispatcher"
+    known = [os.getenv("PYTHONWARNINGS"), tracker, triton]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, known))
     # Logged before vLLM has set up its log, so that Python prints it bare; on a CPU it is normal.
     logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     if quiet:

@@ -262,6 +262,8 @@ def test_flags_of_vllm_pass_through_next_to_vtokens_own(tiny: str) -> None:
     flags = ["--model", tiny, "--seed", "7", "--additional-config", '{"other": 1}']
     args = parse_flags(config, [*flags, "--logits-processors", "some.module:Processor", "-tp", "2"])
     assert (args.model, args.seed, args.tensor_parallel_size) == (tiny, 7, 2)
+    assert (args.dtype, args.block_size) == ("float32", 32)
+    assert parse_flags(config, [tiny, "--dtype", "bfloat16"]).dtype == "bfloat16"
     assert args.additional_config == {"other": 1, "vtoken": config.as_dict()}
     assert args.logits_processors == [
         "some.module:Processor",

@@ -32,7 +32,7 @@ from vtoken.errors import Rejected, VTokenError
 from vtoken.models import ensure_smollm2
 from vtoken.models.checkpoint import Progress
 from vtoken.options import check_model_folder, reason_of
-from vtoken.vllm.enable import engine_kwargs
+from vtoken.vllm.enable import cpu_defaults, engine_kwargs
 from vtoken.vllm.engine_errors import Mailbox, vtoken_error_in
 from vtoken.vllm.guards import check_config
 from vtoken.vllm.settings import KEY
@@ -58,7 +58,7 @@ def show_vllm_help() -> None:
 
 def _parser() -> FlexibleArgumentParser:
     parser = make_arg_parser(_Parser(prog="vtoken serve"))
-    parser.set_defaults(shutdown_timeout=SHUTDOWN_S)
+    parser.set_defaults(shutdown_timeout=SHUTDOWN_S, **cpu_defaults())
     return parser
 
 

@@ -52,10 +52,10 @@ class Session:
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
-        from vtoken.vllm.enable import engine_kwargs
+        from vtoken.vllm.enable import cpu_defaults, engine_kwargs
         from vtoken.vllm.guards import check_config
 
-        args = {**_defaults(), **{k: v for k, v in engine.items() if v is not None}}
+        args = {**cpu_defaults(), **{k: v for k, v in engine.items() if v is not None}}
         args |= {**engine_kwargs(config), "model": str(model)}
         self.config = config
         try:
@@ -163,11 +163,3 @@ class Session:
     def close(self) -> None:
         """Shut the engine down; idempotent."""
         self._core.shutdown()
-
-
-def _defaults() -> dict[str, Any]:
-    """On CPUs: fp32, since bf16 is several times slower without AVX512, and vLLM's smallest
-    block, since its default of 128 tokens is larger than many budgets."""
-    from vllm.platforms import current_platform
-
-    return {"dtype": "float32", "block_size": 32} if current_platform.is_cpu() else {}
