@@ -242,3 +242,32 @@ def test_s27_an_abort_storm_at_a_full_pool(engine: Engine) -> None:
             alive = [n for n in alive if n not in victims]
     assert fullest < 0.1
     engine.drain()
+
+
+def test_a_session_goes_on_after_a_turn_that_ended_with_a_step_in_flight(engine: Engine) -> None:
+    """Streaming input: a stop token ends a turn, and with async scheduling the token after it is
+    in flight, which vLLM takes back. The next turn's single token comes to the same place."""
+    engine.configure(policy="random", budget=24, checks=3)
+    core, stops = engine.core, list(range(3, 259, 3))
+    recorder = Recorder(engine.llm)
+
+    def take_turn(token_ids: list[int]) -> None:
+        core.add_request(*core.preprocess_add_request(engine.session_turn(token_ids, stops)))
+        core.step_fn()
+        while core.scheduler.running or core.batch_queue:
+            core.step_fn()
+        # What vLLM took back is no part of the session.
+        (session,) = engine.scheduler.requests.values()
+        rows = recorder.life(session.request_id).rows
+        for position in [p for p in rows if p >= session.num_computed_tokens]:
+            del rows[position]
+
+    with recorder.watching():
+        for turn in ([*random_prompt(40, seed=80)], [7], [8], [9, 10, 11], [12]):
+            take_turn(turn)
+        (session,) = engine.scheduler.requests.values()
+        tokens = list(session.all_token_ids)
+        core.abort_requests([session.request_id])
+        core.step_fn()
+    assert not any(life.evictions for life in recorder.lives)
+    assert check_exact(engine, recorder, {"session": tokens}).rows > 10

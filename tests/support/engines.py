@@ -112,6 +112,7 @@ class Engine:
                 **more,
             )
         core = self.llm.llm_engine.engine_core.engine_core
+        self.core = core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
 
@@ -141,6 +142,22 @@ class Engine:
             req_id, {"prompt_token_ids": list(token_ids)}, params
         )
         return internal
+
+    def session_turn(self, token_ids: Sequence[int], stops: Sequence[int]) -> Any:
+        """One turn of the streaming-input session "session", for the engine core itself: vLLM's
+        synchronous front end has no sessions."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=60, temperature=0.0, stop_token_ids=list(stops), detokenize=False
+        )
+        return self.llm.llm_engine.input_processor.process_inputs(
+            "session",
+            {"prompt_token_ids": list(token_ids)},
+            params,
+            supported_tasks=("generate",),
+            resumable=True,
+        )
 
     def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, **more: Any) -> Served:
         """Run prompts together to the end, watching every step."""

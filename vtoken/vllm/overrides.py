@@ -66,6 +66,7 @@ OVERRIDES: tuple[Override, ...] = (
     Override(f"{_MANAGER}.pop_blocks_for_free", ("self", "request_id")),
     Override(f"{_SCHEDULER}.schedule", ("self", "throttle_prefills")),
     Override(f"{_SCHEDULER}._free_request_blocks", ("self", "request")),
+    Override(f"{_SCHEDULER}._update_request_as_session", ("self", "session", "update")),
     Override(f"{_RUNNER}.get_kv_cache_spec", ("self",)),
     Override(
         f"{_RUNNER}.initialize_kv_cache",

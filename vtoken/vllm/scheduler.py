@@ -113,6 +113,16 @@ class VTokenSchedulerMixin:
             self.vtoken.counters.recomputed_requests += 1
         super()._free_request_blocks(request)  # type: ignore[misc]
 
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        super()._update_request_as_session(session, update)  # type: ignore[misc]
+        # With a step in flight when the turn ended, vLLM takes back a token that is registered
+        # already. A table never forgets a token, so the session computes its context anew; the
+        # prefix cache has most of it.
+        table = self.vtoken.tables.get(session.request_id)
+        if table is not None and table.logical_len > session.num_computed_tokens:
+            self._free_request_blocks(session)
+            session.num_computed_tokens = 0
+
     def shutdown(self) -> None:
         if self.vtoken_recorder is not None:
             self.vtoken_recorder.close()
