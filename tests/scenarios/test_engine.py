@@ -271,3 +271,20 @@ def test_a_session_goes_on_after_a_turn_that_ended_with_a_step_in_flight(engine:
         core.step_fn()
     assert not any(life.evictions for life in recorder.lives)
     assert check_exact(engine, recorder, {"session": tokens}).rows > 10
+
+
+def test_prompt_logprobs_see_the_whole_prompt_where_no_guard_refuses_them(engine: Engine) -> None:
+    """Enabled by flags without the request guard: eviction waits until the prompt is computed."""
+    prompt = random_prompt(250, seed=90)
+    engine.configure(policy="random", budget=40, reclaim="eager", checks=3)
+    engine.submit("0", prompt, 20, prompt_logprobs=0)
+    found = None
+    while engine.llm.llm_engine.has_unfinished_requests():
+        for result in engine.llm.llm_engine.step():
+            found = result.prompt_logprobs or found
+    expected = engine.reference.logits(prompt, None).log_softmax(-1)
+    assert found is not None
+    for position, token in enumerate(prompt[1:]):
+        error = found[position + 1][token].logprob - float(expected[position, token])
+        assert abs(error) <= 1e-5
+    assert engine.scheduler.vtoken.counters.evicted > 200

@@ -11,7 +11,7 @@ from vtoken.policies.base import Policy, PolicyParams, PolicyView
 class RandomEviction(Policy):
     """Evicts live tokens uniformly at random, never the newest.
 
-    The draw depends on the seed, the request's place in the order of admission, and the
+    The draw depends on the seed, the request's place in the order of first evictions, and the
     history of eviction calls, not on the reclamation mode.
     """
 
