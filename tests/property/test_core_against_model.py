@@ -25,50 +25,11 @@ from hypothesis.stateful import (
 
 import vtoken_spec as spec
 from support.fake_engine import FakeEngine
+from support.walking import MOST_REQUESTS, SIZES, act, longest, pool_blocks
 from vtoken.core import ReclaimMode
 from vtoken.errors import VTokenError
 
-SIZES = (1, 2, 4, 16)
-MOST_REQUESTS = 6
-
-
-def pool_blocks(block_size: int, *, ample: bool) -> int:
-    return 440 // block_size + 8 if ample else 24 // block_size + 5
-
-
-def longest(block_size: int) -> int:
-    """Tokens at which a request ends; one such request fits the smallest pool."""
-    return 18 + 2 * block_size
-
-
 # The seeded walk --------------------------------------------------------------------------------
-
-
-def act(engine: FakeEngine, rng: random.Random, *, names: Counter[str]) -> None:
-    """One round of what can happen to an engine between two steps."""
-    size = engine.block_size
-    if len(engine.running) + len(engine.waiting) < MOST_REQUESTS and rng.random() < 0.4:
-        names["add"] += 1
-        prompt_len = rng.randint(1, min(3 * size + 2, 36))
-        engine.add(f"r{names['add']}", prompt_len=prompt_len, family=rng.randint(0, 1))
-    for request in list(engine.running):
-        chance = rng.random()
-        if chance < 0.5:
-            free_to_go = engine.evictable(request.req_id)
-            if free_to_go:
-                names["evict"] += 1
-                most = len(free_to_go)
-                count = rng.choice([1, 1, most, max(1, most // 2)])
-                engine.evict(request.req_id, rng.sample(free_to_go, count))
-        elif chance < 0.6:
-            names["grow"] += 1
-            engine.grow(request.req_id, rng.randint(1, 2 * size + 1))
-        elif chance < 0.63 or request.computed > longest(size):
-            names["finish"] += 1
-            engine.finish(request.req_id)
-        elif chance < 0.66:
-            names["preempt"] += 1
-            engine.preempt(request.req_id)
 
 
 def walk(
