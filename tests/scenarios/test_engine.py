@@ -288,3 +288,30 @@ def test_prompt_logprobs_see_the_whole_prompt_where_no_guard_refuses_them(engine
         error = found[position + 1][token].logprob - float(expected[position, token])
         assert abs(error) <= 1e-5
     assert engine.scheduler.vtoken.counters.evicted > 200
+
+
+def test_requests_that_sit_out_steps_come_back_with_their_layout(engine: Engine) -> None:
+    """Paused as for a weight update: the batch empties, plans still reach the worker, and each
+    request is added again from its own block list."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    prompts = {str(i): random_prompt(70 + 40 * i, seed=100 + i) for i in range(3)}
+    engine.configure(policy="random", budget=40, reclaim="eager", checks=3)
+    recorder, outputs = Recorder(engine.llm), dict[str, list[int]]()
+    with recorder.watching():
+        for name, prompt in prompts.items():
+            engine.submit(name, prompt, 60)
+        for pause_at in (3, 5, 20):  # inside the prompts, behind them, in steady state
+            for _ in range(pause_at):
+                engine.step(outputs)
+            engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            # A paused engine only steps to tell its workers of a finished request.
+            engine.submit("gone", [3], 1)
+            engine.llm.llm_engine.abort_request(["gone"])
+            for _ in range(3):
+                engine.step(outputs)
+            assert engine.runner.input_batch.num_reqs == 0
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+        while engine.llm.llm_engine.has_unfinished_requests():
+            engine.step(outputs)
+    check_exact(engine, recorder, {n: p + outputs[n] for n, p in prompts.items()})
