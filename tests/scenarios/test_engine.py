@@ -6,6 +6,7 @@ Each test's name carries the scenario's id; its docstring says when, and what is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,22 @@ class OnlyFirst(Policy):
             return np.empty(0, dtype=np.int32)
         candidates = np.flatnonzero(view.live[:-1])
         return self._rng.choice(candidates, view.excess, replace=False).astype(np.int32)
+
+
+class TwoEachStep(Policy):
+    """Evicts two tokens a step in the first two requests, so that each step has a plan of theirs:
+    one hole is recycled, the other closed."""
+
+    name = "two-each-step"
+
+    def __init__(self, params: PolicyParams, *, stream: int) -> None:
+        super().__init__(params, stream=stream)
+        self._rng = np.random.default_rng([params.seed, stream])
+
+    def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
+        if self.stream > 1:
+            return np.empty(0, dtype=np.int32)
+        return self._rng.choice(np.flatnonzero(view.live[:-1]), 2, replace=False).astype(np.int32)
 
 
 def check_exact(engine: Engine, recorder: Recorder, tokens: dict[str, Sequence[int]]) -> Comparison:
@@ -314,4 +331,41 @@ def test_requests_that_sit_out_steps_come_back_with_their_layout(engine: Engine)
             engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.step(outputs)
+    check_exact(engine, recorder, {n: p + outputs[n] for n, p in prompts.items()})
+
+
+def test_a_request_scheduled_and_preempted_in_one_step_takes_its_plan_along(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With priorities the victim may stand before the request that needs its blocks: it has been
+    planned for and scheduled in this very step, and neither may reach the worker."""
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler, "policy", SchedulingPolicy.PRIORITY)
+    for queue in ("waiting", "kv_holding_waiting"):
+        empty = create_request_queue(SchedulingPolicy.PRIORITY)
+        monkeypatch.setattr(scheduler, queue, empty)
+    engine.configure(policy="random", budget=5, reclaim="eager", checks=3)
+    scheduler._policy_class = TwoEachStep
+    prompts = {str(i): random_prompt(200 + i, seed=110 + i) for i in range(2)}
+    prompts |= {str(i): random_prompt(10, seed=110 + i) for i in range(2, 8)}
+    recorder, outputs, planned = Recorder(engine.llm), dict[str, list[int]](), list[str]()
+    preempt = scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> None:
+        if request.request_id in scheduler.vtoken._changes:
+            planned.append(request.request_id.split("-")[0])
+        preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", note)
+    with recorder.watching():
+        for name, prompt in prompts.items():
+            engine.submit(name, prompt, 110, priority=9 if name in "01" else 0)
+            for _ in range(6 if name in "01" else 0):
+                engine.step(outputs)
+        while engine.llm.llm_engine.has_unfinished_requests():
+            engine.step(outputs)
+    assert planned
+    assert set(planned) <= {"0", "1"}
     check_exact(engine, recorder, {n: p + outputs[n] for n, p in prompts.items()})

@@ -131,7 +131,15 @@ class Engine:
         self.runner.vtoken_configure(settings.checks)
         assert self.llm.reset_prefix_cache()
 
-    def submit(self, req_id: str, token_ids: Sequence[int], max_tokens: int, **more: Any) -> str:
+    def submit(
+        self,
+        req_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        **more: Any,
+    ) -> str:
         """Add a request; returns the id that the engine gave it."""
         from vllm import SamplingParams
 
@@ -139,7 +147,7 @@ class Engine:
             max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **more
         )
         internal: str = self.llm.llm_engine.add_request(
-            req_id, {"prompt_token_ids": list(token_ids)}, params
+            req_id, {"prompt_token_ids": list(token_ids)}, params, priority=priority
         )
         return internal
 
