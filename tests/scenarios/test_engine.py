@@ -341,6 +341,8 @@ def test_a_request_scheduled_and_preempted_in_one_step_takes_its_plan_along(
     planned for and scheduled in this very step, and neither may reach the worker."""
     from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
+    from vtoken.vllm.metadata import metadata_of
+
     scheduler = engine.scheduler
     monkeypatch.setattr(scheduler, "policy", SchedulingPolicy.PRIORITY)
     for queue in ("waiting", "kv_holding_waiting"):
@@ -350,7 +352,8 @@ def test_a_request_scheduled_and_preempted_in_one_step_takes_its_plan_along(
     scheduler._policy_class = TwoEachStep
     prompts = {str(i): random_prompt(200 + i, seed=110 + i) for i in range(2)}
     prompts |= {str(i): random_prompt(10, seed=110 + i) for i in range(2, 8)}
-    recorder, outputs, planned = Recorder(engine.llm), dict[str, list[int]](), list[str]()
+    recorder, outputs = Recorder(engine.llm), dict[str, list[int]]()
+    planned, told = list[str](), set[str]()
     preempt = scheduler._preempt_request
 
     def note(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -358,7 +361,18 @@ def test_a_request_scheduled_and_preempted_in_one_step_takes_its_plan_along(
             planned.append(request.request_id.split("-")[0])
         preempt(request, *args, **kwargs)
 
+    schedule = scheduler.schedule
+
+    def watch(*args: Any) -> Any:
+        output = schedule(*args)
+        step = metadata_of(output)
+        for change in () if step is None else step.changes:
+            told.add(change.req_id.split("-")[0])
+            assert change.req_id in scheduler.vtoken.tables, "a dropped plan reaches the worker"
+        return output
+
     monkeypatch.setattr(scheduler, "_preempt_request", note)
+    monkeypatch.setattr(scheduler, "schedule", watch)
     with recorder.watching():
         for name, prompt in prompts.items():
             engine.submit(name, prompt, 110, priority=9 if name in "01" else 0)
@@ -367,5 +381,5 @@ def test_a_request_scheduled_and_preempted_in_one_step_takes_its_plan_along(
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.step(outputs)
     assert planned
-    assert set(planned) <= {"0", "1"}
+    assert set(planned) <= told <= {"0", "1"}
     check_exact(engine, recorder, {n: p + outputs[n] for n, p in prompts.items()})
