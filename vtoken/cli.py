@@ -1,4 +1,4 @@
-"""The command line: `vtoken run` and `vtoken serve`.
+"""The command line: `vtoken run` and `vtoken serve`, and the commands for traces.
 
 Exit status: 0 done; 1 a law was violated or the engine failed; 2 wrong use or an unsupported
 configuration, with one line that says why and what to do; 130 interrupted.
@@ -32,6 +32,7 @@ from vtoken.options import (
 )
 from vtoken.policies import policy_names
 from vtoken.report import Streamer, model_progress, run_result, show_summary, warning_of
+from vtoken.trace_commands import explain, replay, shrink
 
 app = typer.Typer(
     help="Token-level KV eviction that gives memory back, on stock vLLM.",
@@ -117,6 +118,15 @@ ConfigOption = Annotated[
     ),
 ]
 
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Record what happens to the token tables, for `vtoken replay`.",
+        metavar="FILE",
+        rich_help_panel=_EVICTION,
+    ),
+]
+
 
 def main() -> None:
     """Entry point of the `vtoken` script."""
@@ -185,6 +195,7 @@ def run(
     sinks: SinksOption = None,
     seed: SeedOption = None,
     config: ConfigOption = None,
+    trace: TraceOption = None,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -271,6 +282,7 @@ def run(
         checks=checks,
         sinks=sinks,
         seed=seed,
+        trace=_trace_file(trace),
     )
     texts = read_prompts(prompts or [], file)
     if json_file is not None:
@@ -336,6 +348,7 @@ def serve(
     sinks: SinksOption = None,
     seed: SeedOption = None,
     config: ConfigOption = None,
+    trace: TraceOption = None,
     vllm_help: Annotated[
         bool, typer.Option("--vllm-help", help="Show vLLM's own flags and exit.")
     ] = False,
@@ -355,6 +368,7 @@ def serve(
         checks=checks,
         sinks=sinks,
         seed=seed,
+        trace=_trace_file(trace),
     )
     _prepare_environment(quiet=False)
     from vtoken.vllm.version import check_version
@@ -368,6 +382,19 @@ def serve(
     with model_progress(errors) as progress:
         args = parse_flags(settings, flags, progress=progress)
     serve_forever(args)
+
+
+app.command()(replay)
+app.command()(shrink)
+app.command()(explain)
+
+
+def _trace_file(trace: Path | None) -> str | None:
+    """Absolute, because the process that records may have another folder."""
+    if trace is None:
+        return None
+    check_writable(trace)
+    return str(trace.resolve())
 
 
 def _embedded_model() -> Path:

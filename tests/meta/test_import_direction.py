@@ -59,7 +59,10 @@ LAYERS = {
     "vtoken.options": _layer(*BASE, *LOW, "vtoken.config"),  # what a user gives
     "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options"),
     "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
-    "vtoken.cli": _layer(*BASE, *MIDDLE, "vtoken.options", "vtoken.report", "vtoken.vllm"),
+    "vtoken.trace_commands": _layer(*BASE, "vtoken.options", "vtoken.trace"),
+    "vtoken.cli": _layer(
+        *BASE, *MIDDLE, "vtoken.options", "vtoken.report", "vtoken.trace_commands", "vtoken.vllm"
+    ),
 }
 
 
