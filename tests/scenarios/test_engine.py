@@ -163,6 +163,8 @@ def test_s10_preempt_and_resume_readmits_every_token(engine: Engine) -> None:
             engine.step(outputs)
     assert scheduler.vtoken.counters.recomputed_requests == 1
     assert len(recorder.lives) == 2
+    # The policy starts afresh as well: one that went on would take the old evictions for done.
+    assert [life.blocks[-1][0] for life in recorder.lives] == [40, 40]
     check_exact(engine, recorder, {"0": prompt + outputs["0"]})
 
 
