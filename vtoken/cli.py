@@ -23,6 +23,17 @@ from rich.console import Console
 
 from vtoken import __version__
 from vtoken.errors import EngineFailed, InvariantViolation, VTokenError
+from vtoken.flags import (
+    BudgetOption,
+    ChecksOption,
+    ConfigOption,
+    PolicyOption,
+    RatioOption,
+    ReclaimOption,
+    SeedOption,
+    SinksOption,
+    TraceOption,
+)
 from vtoken.options import (
     check_model_folder,
     check_writable,
@@ -30,7 +41,6 @@ from vtoken.options import (
     read_prompts,
     write_json_atomically,
 )
-from vtoken.policies import policy_names
 from vtoken.report import Streamer, model_progress, run_result, show_summary, warning_of
 from vtoken.trace_commands import explain, replay, shrink
 
@@ -44,88 +54,8 @@ errors = Console(stderr=True)
 _WrongUse: type[Exception] = typer.BadParameter.__mro__[1]
 
 _INTERRUPTED = 130
-_EVICTION = "Eviction and reclamation"
 _MODEL = "Model and memory"
 _GENERATION = "Generation"
-
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Eviction policy: {', '.join(policy_names())}; none evicts nothing.",
-        metavar="NAME",
-        show_default="none",
-        rich_help_panel=_EVICTION,
-    ),
-]
-BudgetOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens that a decode step may attend to, its own included.",
-        metavar="TOKENS",
-        rich_help_panel=_EVICTION,
-    ),
-]
-RatioOption = Annotated[
-    float | None,
-    typer.Option(
-        help="The budget as a share of the request's length, in (0, 1].",
-        metavar="SHARE",
-        rich_help_panel=_EVICTION,
-    ),
-]
-ReclaimOption = Annotated[
-    str | None,
-    typer.Option(
-        help="eager: holes are recycled or closed at once; off: evict without reclaiming.",
-        metavar="MODE",
-        show_default="eager",
-        rich_help_panel=_EVICTION,
-    ),
-]
-ChecksOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Online checks, 0 (off) to 3 (everything, every step).",
-        metavar="LEVEL",
-        show_default="1",
-        rich_help_panel=_EVICTION,
-    ),
-]
-SinksOption = Annotated[
-    int | None,
-    typer.Option(
-        help="First tokens that streaming-llm keeps.",
-        metavar="TOKENS",
-        show_default="4",
-        rich_help_panel=_EVICTION,
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Seed of policies that draw, and of vLLM's sampling.",
-        metavar="N",
-        show_default="0",
-        rich_help_panel=_EVICTION,
-    ),
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="These options from a TOML, JSON or YAML file; flags override it.",
-        metavar="FILE",
-        rich_help_panel=_EVICTION,
-    ),
-]
-
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Record what happens to the token tables, for `vtoken replay`.",
-        metavar="FILE",
-        rich_help_panel=_EVICTION,
-    ),
-]
 
 
 def main() -> None:

@@ -59,9 +59,11 @@ LAYERS = {
     "vtoken.options": _layer(*BASE, *LOW, "vtoken.config"),  # what a user gives
     "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options"),
     "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
+    "vtoken.flags": _layer(*BASE, "vtoken.policies"),  # the options as the command line has them
     "vtoken.trace_commands": _layer(*BASE, "vtoken.options", "vtoken.trace"),
     "vtoken.cli": _layer(
-        *BASE, *MIDDLE, "vtoken.options", "vtoken.report", "vtoken.trace_commands", "vtoken.vllm"
+        *(*BASE, *MIDDLE, "vtoken.flags", "vtoken.options", "vtoken.report"),
+        *("vtoken.trace_commands", "vtoken.vllm"),
     ),
 }
 

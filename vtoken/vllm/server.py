@@ -187,7 +187,8 @@ async def _until_stopped(args: argparse.Namespace) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     for child in multiprocessing.active_children():
-        kill_process_tree(child.pid)  # it has served nobody yet
+        if child.pid is not None:
+            kill_process_tree(child.pid)  # it has served nobody yet
     signal.raise_signal(signal.SIGINT)
 
 
