@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engines import Engine
 
+from support.engines import Engine
 from vtoken.core import RequestTable
 from vtoken.models import ensure_smollm2, ensure_tiny_llama
 
