@@ -7,12 +7,10 @@ configuration, with one line that says why and what to do; 130 interrupted.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ import typer
 from rich.console import Console
 
 from vtoken import __version__
+from vtoken.environment import prepare_environment
 from vtoken.errors import EngineFailed, InvariantViolation, VTokenError
 from vtoken.flags import (
     BudgetOption,
@@ -34,6 +33,7 @@ from vtoken.flags import (
     SinksOption,
     TraceOption,
 )
+from vtoken.fuzz_command import fuzz
 from vtoken.options import (
     check_model_folder,
     check_writable,
@@ -219,7 +219,7 @@ def run(
         check_writable(json_file)
     if model is not None:
         check_model_folder(model)
-    _prepare_environment(quiet=not verbose)
+    prepare_environment(quiet=not verbose)
     checkpoint = model or str(_embedded_model())
     engine: dict[str, Any] = {
         "enforce_eager": True,
@@ -300,7 +300,7 @@ def serve(
         seed=seed,
         trace=_trace_file(trace),
     )
-    _prepare_environment(quiet=False)
+    prepare_environment(quiet=False)
     from vtoken.vllm.version import check_version
 
     check_version()
@@ -314,6 +314,7 @@ def serve(
     serve_forever(args)
 
 
+app.command()(fuzz)
 app.command()(replay)
 app.command()(shrink)
 app.command()(explain)
@@ -332,36 +333,6 @@ def _embedded_model() -> Path:
 
     with model_progress(errors) as progress:
         return ensure_smollm2(progress=progress)
-
-
-def _prepare_environment(*, quiet: bool) -> None:
-    """Settings of vLLM's that have to be in place before it is imported; the user's win.
-
-    Args:
-        quiet: nothing below an error is shown of vLLM's log.
-    """
-    defaults = {
-        # Pinned threads on cores that other work uses make a step twenty times as long.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        # Standard output is for what the model says.
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    }
-    # What Python's own tracker of shared memory finds at exit, it also clears away.
-    tracker = "ignore:resource_tracker:UserWarning"
-    # And what vLLM does in each of its processes, torch would rather see done otherwise.
-    triton = "ignore::FutureWarning:vllm.triton_utils.dispatcher"
-    known = [os.getenv("PYTHONWARNINGS"), tracker, triton]
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, known))
-    # Logged before vLLM has set up its log, so that Python prints it bare; on a CPU it is normal.
-    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-    if quiet:
-        defaults |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        warnings.filterwarnings("ignore", module=r"vllm\.|torch\.|transformers\.")
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
 
 
 @contextmanager

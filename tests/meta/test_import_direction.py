@@ -56,14 +56,24 @@ LAYERS = {
     ),  # options, as users write them
     "vtoken.checks": _layer(*BASE, *LOW),
     "vtoken.trace": _layer(*BASE, *LOW, "vtoken.checks"),
+    "vtoken.testing": _layer(*BASE, *LOW, "vtoken.checks", "vtoken.trace"),
     "vtoken.options": _layer(*BASE, *LOW, "vtoken.config"),  # what a user gives
-    "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options"),
+    "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options", "vtoken.testing"),
     "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
     "vtoken.flags": _layer(*BASE, "vtoken.policies"),  # the options as the command line has them
     "vtoken.trace_commands": _layer(*BASE, "vtoken.options", "vtoken.trace"),
+    "vtoken.environment": _layer(others=NOTHING),
+    "vtoken.fuzz_command": _layer(
+        *BASE,
+        "vtoken.environment",
+        "vtoken.options",
+        "vtoken.testing",
+        "vtoken.trace",
+        "vtoken.vllm",
+    ),
     "vtoken.cli": _layer(
         *(*BASE, *MIDDLE, "vtoken.flags", "vtoken.options", "vtoken.report"),
-        *("vtoken.trace_commands", "vtoken.vllm"),
+        *("vtoken.environment", "vtoken.fuzz_command", "vtoken.trace_commands", "vtoken.vllm"),
     ),
 }
 

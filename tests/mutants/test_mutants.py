@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from mutants.catalogue import ALL, CHECKS, WALKED
-from support.fake_engine import FakeEngine
-from support.fake_pool import PoolFault
 from support.mutation import Mutant, applied
-from support.walking import act, pool_blocks
 from vtoken.errors import InvariantViolation, Rejected
 from vtoken.kv import payload_digests
+from vtoken.testing.harness import FakeEngine
+from vtoken.testing.pool import PoolFault
+from vtoken.testing.walk import act, pool_blocks
 
 SECONDS = 60.0
 FOUND: dict[str, tuple[str, float]] = {}

@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 
 import vtoken_spec as spec
-from support.fake_engine import FakeEngine
-from support.walking import MOST_REQUESTS, SIZES, act, longest, pool_blocks
 from vtoken.core import ReclaimMode
 from vtoken.errors import VTokenError
+from vtoken.testing.harness import FakeEngine
+from vtoken.testing.walk import MOST_REQUESTS, SIZES, act, longest, pool_blocks
 
 # The seeded walk --------------------------------------------------------------------------------
 

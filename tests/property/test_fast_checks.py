@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import vtoken_spec as spec
-from support.fake_engine import FakeEngine
 from vtoken.checks import fast
+from vtoken.testing.harness import FakeEngine
 from vtoken_spec import laws
 
 VIEWS = 1500

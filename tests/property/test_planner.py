@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.fake_pool import FakePool
 from vtoken.checks.online import OnlineChecker
 from vtoken.core import NO_SLOT, DensePlan, RequestTable, plan_dense, releasable_blocks
 from vtoken.core.planner import plan_release
 from vtoken.errors import InvariantViolation
+from vtoken.testing.pool import FakePool
 
 
 @dataclass

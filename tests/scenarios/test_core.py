@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from support.fake_engine import FakeEngine
-from support.fake_pool import PoolFault
 from vtoken.core import LayoutChange
 from vtoken.errors import InvariantViolation, UnsupportedConfiguration
 from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout, probe_layout
+from vtoken.testing.harness import FakeEngine
+from vtoken.testing.pool import PoolFault
 
 MODES = ("off", "eager")
 

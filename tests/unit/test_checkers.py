@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import vtoken.core.reclaimer as reclaimer_module
-from support.fake_engine import FakeEngine
 from vtoken.checks.judge import screened
 from vtoken.checks.online import SCAN_PERIOD, OnlineChecker
 from vtoken.core import LayoutChange, RequestTable
 from vtoken.errors import InvariantViolation
+from vtoken.testing.harness import FakeEngine
 
 Patch = pytest.MonkeyPatch
 

@@ -32,7 +32,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the command went on past its input")
 
     monkeypatch.setattr(cli, "_embedded_model", reached)
-    monkeypatch.setattr(cli, "_prepare_environment", lambda *, quiet: reached())
+    monkeypatch.setattr(cli, "prepare_environment", lambda *, quiet: reached())
 
 
 RUN_ERRORS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.fake_pool import FakePool
 from vtoken.core import Reclaimer, ReclaimMode
+from vtoken.testing.pool import FakePool
 
 
 def ids(*tokens: int) -> np.ndarray:

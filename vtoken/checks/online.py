@@ -54,6 +54,11 @@ class OnlineChecker:
         if self.level >= 3:
             self._shadow = Shadow(view.pool)
 
+    @property
+    def shadow(self) -> Shadow | None:
+        """The spec's model in lock step, at level 3."""
+        return self._shadow
+
     def counts(self) -> dict[str, int]:
         """Evaluations per law since start."""
         return self._counts.as_dict()

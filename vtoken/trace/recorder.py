@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,18 @@ from vtoken.errors import Rejected
 from vtoken.trace.format import Header, Record, end_line, header_line, line_of
 
 
-class Recorder:
-    """Writes a trace; implements `vtoken.core.reclaimer.Observer`.
-
-    Each record is written before the online checks judge the event, so a trace of a violation
-    ends with the event that broke a law.
+class Emitter:
+    """Turns the reclaimer's events into records; implements `vtoken.core.observer.Observer`.
 
     Args:
-        file: the trace, overwritten.
-        pool: read for what the prefix cache holds and how many blocks are free.
-        about: for the header.
-
-    Raises:
-        Rejected: the file cannot be written.
+        pool: read for what the prefix cache holds.
+        sink: takes each record.
     """
 
-    def __init__(self, file: Path, pool: spec.PoolView, *, about: dict[str, Any]) -> None:
+    def __init__(self, pool: spec.PoolView, sink: Callable[[Record], None]) -> None:
         self._pool = pool
+        self._sink = sink
         self._cached: set[int] = set()
-        self.records = 0
-        header = Header(pool.block_size, pool.num_blocks, about)
-        try:
-            self._stream = file.open("w", encoding="utf-8")
-            self._stream.write(header_line(header) + "\n")
-        except OSError as error:
-            raise Rejected(f"cannot write trace {file}: {error}") from error
-        # An engine process may end without anybody closing its scheduler.
-        atexit.register(self.close)
-
-    def close(self) -> None:
-        """Write the end line; idempotent. A trace without it counts as truncated."""
-        if not self._stream.closed:
-            self._stream.write(end_line(self.records) + "\n")
-            self._stream.close()
-        atexit.unregister(self.close)
 
     # ------------------------------------------------------------------ events
 
@@ -118,5 +97,43 @@ class Recorder:
             post=post,
             **fields,
         )
+        self._sink(record)
+
+
+class Recorder(Emitter):
+    """Writes a trace.
+
+    Each record is written before the online checks judge the event, so a trace of a violation
+    ends with the event that broke a law.
+
+    Args:
+        file: the trace, overwritten.
+        pool: as for `Emitter`.
+        about: for the header.
+
+    Raises:
+        Rejected: the file cannot be written.
+    """
+
+    def __init__(self, file: Path, pool: spec.PoolView, *, about: dict[str, Any]) -> None:
+        super().__init__(pool, self._put)
+        self.kinds: Counter[str] = Counter()
+        header = Header(pool.block_size, pool.num_blocks, about)
+        try:
+            self._stream = file.open("w", encoding="utf-8")
+            self._stream.write(header_line(header) + "\n")
+        except OSError as error:
+            raise Rejected(f"cannot write trace {file}: {error}") from error
+        # An engine process may end without anybody closing its scheduler.
+        atexit.register(self.close)
+
+    def _put(self, record: Record) -> None:
         self._stream.write(line_of(record) + "\n")
-        self.records += 1
+        self.kinds[record.event] += 1
+
+    def close(self) -> None:
+        """Write the end line; idempotent. A trace without it counts as truncated."""
+        if not self._stream.closed:
+            self._stream.write(end_line(self.kinds.total()) + "\n")
+            self._stream.close()
+        atexit.unregister(self.close)

@@ -149,6 +149,26 @@ class Session:
             return list(tokenizer.encode(text, add_special_tokens=False))
         return list(tokenizer.encode(prompt))
 
+    def submit(self, name: str, token_ids: Sequence[int], *, max_tokens: int) -> None:
+        """Add a request that runs for `max_tokens` tokens; the caller steps the engine."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+
+    def reconfigure(self, config: VTokenConfig) -> None:
+        """Another configuration, with an empty prefix cache and counters from zero.
+
+        Raises:
+            Rejected: requests are being served.
+        """
+        self.scheduler.vtoken_configure(config)
+        self.llm.collective_rpc("vtoken_configure", args=(config.checks,))
+        self.llm.reset_prefix_cache()
+        self.config = config
+
     def report(self) -> dict[str, Any]:
         """Counts since start, scheduler and workers together."""
         report: dict[str, Any] = self.scheduler.vtoken_report()

@@ -23,6 +23,10 @@ class VTokenWorkerMixin:
         register_spec()
         super().__init__(vllm_config, *args, **kwargs)
 
+    def vtoken_configure(self, level: int) -> None:
+        """Check at this level from the next step on, for `collective_rpc`."""
+        self.model_runner.vtoken_configure(level)
+
     def vtoken_report(self) -> dict[str, Any]:
         """Counts of this rank since start, for `collective_rpc`."""
         runner = self.model_runner

@@ -19,16 +19,36 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from support.fake_pool import FakePool
 from vtoken.checks.online import OnlineChecker
 from vtoken.checks.worker import WorkerChecker
-from vtoken.core import LayoutChange, Reclaimer, ReclaimMode, RequestTable, StepLayout
+from vtoken.core import (
+    LayoutChange,
+    Observer,
+    Observers,
+    Reclaimer,
+    ReclaimMode,
+    RequestTable,
+    StepLayout,
+)
 from vtoken.core.arrays import TableSnapshot
 from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout
+from vtoken.testing.pool import FakePool
+from vtoken.trace.format import Record
+from vtoken.trace.recorder import Emitter
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 2
 _VALUES = LAYERS * 2 * HEADS * HEAD_DIM
 POISON = -7
+
+
+class ByteFault(AssertionError):
+    """What the harness sees in the cache itself is not what was promised."""
+
+
+def must(holds: bool, what: str) -> None:
+    """Raise `ByteFault` unless it holds."""
+    if not holds:
+        raise ByteFault(what)
 
 
 @dataclass
@@ -107,6 +127,7 @@ class FakeEngine:
         num_blocks: int,
         level: int = 3,
         transposed: bool = False,
+        recorded: bool = False,
     ) -> None:
         self.block_size = block_size
         self.pool = FakePool(num_blocks=num_blocks, block_size=block_size)
@@ -115,8 +136,14 @@ class FakeEngine:
             block_size=block_size,
             mode=ReclaimMode(mode),
             pool=self.pool,
-            observer=self.checker if level else None,
         )
+        self.records: list[Record] = []
+        observers: list[Observer] = []
+        if recorded:
+            observers.append(Emitter(self.pool, self.records.append))
+        if level:
+            observers.append(self.checker)
+        self.reclaimer.observer = Observers(*observers) if observers else None
         self.view = FakeView(self.pool, self.reclaimer)
         self.checker.bind(self.view)
         self.cache = torch.full(
@@ -251,7 +278,9 @@ class FakeEngine:
             self.layout.write(_long(self._new_slots(row)), _bytes_of(row.written))
         for row in step.rows:
             found = self.layout.read(_long(self._slots_to_read(row)))
-            assert sorted(_numbers_of(found)) == row.live
+            must(
+                sorted(_numbers_of(found)) == row.live, f"{row.req_id}: attention reads other bytes"
+            )
 
     def _check_inputs(self, step: Step) -> None:
         dense = [row for row in step.rows if row.layout.live_slots is None]
@@ -349,7 +378,8 @@ class FakeEngine:
         places = np.arange(row.start, row.start + row.count) - row.layout.reclaimed
         told = row.layout.new_slots[-row.count :].astype(np.int64)
         if row.count > 1:  # a single one may recycle a hole
-            assert np.array_equal(told, self._slots(self.rows[row.req_id], places))
+            derived = self._slots(self.rows[row.req_id], places)
+            must(np.array_equal(told, derived), f"{row.req_id}: told slots are not the row's")
         return told
 
     def _slots_to_read(self, row: Row) -> np.ndarray:
@@ -367,17 +397,20 @@ class FakeEngine:
             if request.req_id not in self.reclaimer.tables:
                 continue
             table = self.table(request.req_id)
-            assert self.seen(request.req_id) == {
+            want = {
                 int(token): request.payloads[int(token)] for token in np.flatnonzero(table.live)
             }
-            assert self.pool.lists[request.req_id] == table.blocks.tolist()
+            must(self.seen(request.req_id) == want, f"{request.req_id}: live tokens' bytes changed")
+            listed = self.pool.lists[request.req_id] == table.blocks.tolist()
+            must(listed, f"{request.req_id}: pool and table list other blocks")
             self._verify_size(request, table)
         for block in range(1, self.pool.num_blocks):
             key = self.pool.key(block)
             if key is not None:
                 slots = torch.arange(self.block_size) + block * self.block_size
-                want = [self._numbers.get(name) for name in key]
-                assert _numbers_of(self.layout.read(slots)) == want, f"cached block {block}"
+                content = [self._numbers.get(name) for name in key]
+                kept = _numbers_of(self.layout.read(slots)) == content
+                must(kept, f"cached block {block} changed")
 
     def _verify_size(self, request: FakeRequest, table: RequestTable) -> None:
         if self.reclaimer.mode is not ReclaimMode.EAGER:
@@ -386,9 +419,11 @@ class FakeEngine:
         layout = self.layouts.get(request.req_id)
         if layout is not None and layout.live_slots is not None:
             holes = set((table.hole_positions() // self.block_size).tolist())
-            assert {int(table.blocks[i]) for i in holes} <= shared, "holes in a private block"
+            private = {int(table.blocks[i]) for i in holes} - shared
+            must(not private, f"{request.req_id}: holes in private blocks {sorted(private)}")
         if layout is not None and not shared:
-            assert table.num_blocks <= self._blocks(table.num_live) + 1
+            few = table.num_blocks <= self._blocks(table.num_live) + 1
+            must(few, f"{request.req_id}: {table.num_blocks} blocks for {table.num_live} tokens")
 
     def seen(self, req_id: str) -> dict[int, int]:
         """Live id -> payload, as the bytes in the cache say."""

@@ -1,0 +1,59 @@
+"""`vtoken fuzz`: finds nothing in what is right, and finds, keeps and shrinks what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mutants.catalogue import WALKED
+from typer.testing import CliRunner
+
+from support.mutation import applied
+from vtoken.cli import app
+from vtoken.testing.fuzz import fuzz_core
+from vtoken.trace import replay
+
+FAULT = next(fault for fault in WALKED if fault.name == "recycled hole keeps its dead token")
+PLACED = next(fault for fault in WALKED if fault.name == "stale version in the plan")
+
+
+def command(tmp_path: Path, *more: str) -> tuple[int, str]:
+    trace = tmp_path / "f.ndjson"
+    result = CliRunner().invoke(app, ["fuzz", "--trace", str(trace), *more])
+    return result.exit_code, result.output
+
+
+def test_a_campaign_counts_what_it_did(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    code, output = command(tmp_path, "--seconds", "2", "--seed", "3", "--json", str(file))
+    assert code == 0, output
+    assert "nothing found" in output
+    result = json.loads(file.read_text())
+    assert result["violations"] == 0
+    assert result["events"] > 50
+    assert result["events_per_second"] > 0
+    assert set(result["coverage"]) >= {"append", "evict", "finish"}
+    assert sum(result["rejections"].values()) > 0
+
+
+def test_an_episode_comes_back_by_seed_and_number() -> None:
+    once, twice = (fuzz_core(seconds=0.01, seed=5, first_episode=7) for _ in range(2))
+    assert once.episodes == twice.episodes == 1
+    assert (once.events, once.coverage) == (twice.events, twice.coverage)
+
+
+@pytest.mark.parametrize("fault", [FAULT, PLACED], ids=lambda fault: fault.name)
+def test_a_seeded_fault_ends_the_campaign_with_a_trace(tmp_path: Path, fault: object) -> None:
+    with applied(fault):  # type: ignore[arg-type]
+        code, output = command(tmp_path, "--seconds", "60")
+    assert code == 1, output
+    assert "again: vtoken fuzz --target core --seed 0 --episode" in output
+    # Replayed without the fault: the trace holds what the implementation did, wrong or not.
+    assert (tmp_path / "f.ndjson").is_file()
+    replay(tmp_path / "f.ndjson")
+
+
+@pytest.mark.parametrize("wrong", [["--target", "moon"], ["--seconds", "0"], ["--seed", "-1"]])
+def test_wrong_use_is_told_apart_from_a_violation(tmp_path: Path, wrong: list[str]) -> None:
+    assert command(tmp_path, *wrong)[0] == 2
