@@ -24,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint bench clean distclean
+.PHONY: help setup demo test test-fast test-gpu lint bench clean distclean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -67,6 +67,9 @@ test: lint ## set up, lint, type-check and run every test
 
 test-fast: setup ## the tests that need no engine
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(PYTEST_ARGS)
+
+test-gpu: setup ## the tests that need a CUDA device (they skip without one)
+	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 # `spec` is imported as `vtoken_spec`; the link lets mypy see it under that name.
 lint: setup ## ruff and mypy
