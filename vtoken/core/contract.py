@@ -34,10 +34,14 @@ def check_evictable(table: RequestTable, token_ids: IntArray) -> None:
         raise Rejected(f"{who}: token {bad} is unknown or not yet computed")
     if high == table.logical_len - 1:
         raise Rejected(f"{who}: token {high} is the newest and stays")
+    if len(token_ids) == 1:
+        if not table.live[low]:
+            raise Rejected(f"{who}: token {low} is dead already")
+        return
     live = table.live[token_ids]
     if not live.all():
         raise Rejected(f"{who}: token {int(token_ids[~live][0])} is dead already")
-    if len(token_ids) > 1 and len(np.unique(token_ids)) != len(token_ids):
+    if len(np.unique(token_ids)) != len(token_ids):
         raise Rejected(f"{who}: a token is named twice in one eviction")
 
 

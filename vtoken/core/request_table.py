@@ -321,6 +321,7 @@ class RequestTable:
             self._logical_live[logical] -= 1
             if self._logical_live[logical] == 0:
                 self.naive_blocks -= 1
+            self._recent_holes.append(position)
         else:
             positions = self._position[token_ids]
             self._live[token_ids] = False
@@ -329,8 +330,9 @@ class RequestTable:
             index, counts = np.unique(token_ids // size, return_counts=True)
             self._logical_live[index] -= counts.astype(np.int32)
             self.naive_blocks -= int(np.count_nonzero(self._logical_live[index] == 0))
-        if count <= RECENT_HOLES:
-            self._recent_holes.extend(int(p) for p in self._position[token_ids])
+            if count <= RECENT_HOLES:
+                self._recent_holes.extend(positions.tolist())
+        if len(self._recent_holes) > RECENT_HOLES:
             del self._recent_holes[:-RECENT_HOLES]
         self.num_live -= count
         self.evicted = True
