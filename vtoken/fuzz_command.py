@@ -48,12 +48,12 @@ def fuzz(
     if json_file is not None:
         check_writable(json_file)
     check_writable(trace)
+    prepare_environment(quiet=True)  # before anything imports torch
     # Imported late, as everything that brings torch or vLLM: `vtoken --help` is to be quick.
     from vtoken.testing.fuzz import fuzz_core
 
     run: Callable[..., FuzzReport] = fuzz_core
     if target is Target.ENGINE:
-        prepare_environment(quiet=True)
         from vtoken.vllm.fuzz import fuzz_engine
 
         run = fuzz_engine

@@ -15,6 +15,11 @@ from vtoken.config import VTokenConfig
 from vtoken.errors import Rejected
 
 
+def _why(error: Exception) -> str:
+    """An operating system error without the path, which the message names already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def load_config(file: Path | None, **flags: Any) -> VTokenConfig:
     """Configuration from a file, overridden by the flags that are not None.
 
@@ -35,7 +40,7 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise Rejected(f"cannot read configuration {file}: {error}") from error
+        raise Rejected(f"cannot read configuration {file}: {_why(error)}") from error
     try:
         if file.suffix == ".toml":
             values: Any = tomllib.loads(text)
@@ -72,7 +77,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
         try:
             prompts += _prompts_of(file.read_text(encoding="utf-8-sig"), str(file))
         except (OSError, UnicodeDecodeError) as error:
-            raise Rejected(f"cannot read prompts from {file}: {error}") from error
+            raise Rejected(f"cannot read prompts from {file}: {_why(error)}") from error
     if "-" in arguments or (not prompts and file is None and not sys.stdin.isatty()):
         try:
             prompts += _prompts_of(sys.stdin.read(), "standard input")
@@ -168,4 +173,4 @@ def write_json_atomically(file: Path, value: Any) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise Rejected(f"cannot write {file}: {error}") from error
+        raise Rejected(f"cannot write {file}: {_why(error)}") from error

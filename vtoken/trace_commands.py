@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vtoken.errors import Rejected
 from vtoken.options import check_writable
 from vtoken.trace.explain import explain as explain_records
 from vtoken.trace.format import write_trace
-from vtoken.trace.replay import ReplayResult, load
+from vtoken.trace.replay import ReplayResult, load_diverging
 from vtoken.trace.replay import replay as replay_file
 from vtoken.trace.shrink import shrink as shrink_records
 
@@ -53,7 +52,7 @@ def shrink(
     """Find a smaller trace that breaks the same law."""
     target = output or trace.with_name(trace.name + ".small")
     check_writable(target)
-    header, records = load(trace)
+    header, records = load_diverging(trace)
     with _counting("records left") as progress:
         task = progress.add_task("", total=None)
         small = shrink_records(
@@ -67,13 +66,8 @@ def shrink(
 
 def explain(trace: TraceArgument) -> None:
     """Say which events led to the slot that a trace stumbles over, in words."""
-    header, records = load(trace)
-    try:
-        chain = explain_records(header, records)
-    except Rejected:
-        typer.echo("the spec accepts this trace; there is nothing to explain")
-        return
-    for line in chain:
+    header, records = load_diverging(trace)
+    for line in explain_records(header, records):
         typer.echo(line)
 
 

@@ -133,7 +133,8 @@ def test_the_pattern_for_local_paths_finds_a_seeded_one(line: str, top: str) -> 
     assert found != line.startswith("file:"), "a path after a slash is a part of a longer one"
 
 
-def test_no_file_of_the_project_names_a_local_path() -> None:
+def tracked() -> list[str]:
+    """Names of the project's files, relative to its root."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -142,11 +143,28 @@ def test_no_file_of_the_project_names_a_local_path() -> None:
     )
     if listed.returncode != 0:
         pytest.skip("not a git checkout, so there is no list of the project's files")
+    return [name for name in listed.stdout.decode().split("\0") if name]
+
+
+def test_no_file_of_the_project_names_a_local_path() -> None:
     wrong = []
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    for name in tracked():
         try:
             lines = text(name).splitlines()
         except (UnicodeDecodeError, FileNotFoundError):
             continue
         wrong += [f"{name}:{i}" for i, line in enumerate(lines, 1) if LOCAL_PATH.search(line)]
     assert not wrong
+
+
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)\)")
+
+
+def test_relative_links_lead_to_files_of_the_project() -> None:
+    broken = []
+    for name in tracked():
+        if name.endswith(".md") and (ROOT / name).is_file():
+            for target in LINK.findall(text(name)):
+                if not (ROOT / name).parent.joinpath(target).exists():
+                    broken.append(f"{name}: {target}")
+    assert broken == []

@@ -141,7 +141,7 @@ def read_trace(file: Path) -> tuple[Header, Iterator[tuple[int, Record]]]:
     try:
         stream = file.open("rb")
     except OSError as error:
-        raise TraceFormatError(f"cannot read trace {file}: {error}") from error
+        raise TraceFormatError(f"cannot read trace {file}: {error.strerror}") from error
     lines = _lines(file, stream)
     first = next(lines, None)
     if first is None:

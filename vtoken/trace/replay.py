@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vtoken.checks.follower import Follower
 from vtoken.checks.judge import first_breach
-from vtoken.errors import InvariantViolation
+from vtoken.errors import InvariantViolation, Rejected
 from vtoken.trace.format import Header, Record, read_trace
 
 
@@ -161,3 +161,21 @@ def load(file: Path) -> tuple[Header, list[Record]]:
     """
     header, records = read_trace(file)
     return header, [record for _, record in records]
+
+
+def load_diverging(file: Path) -> tuple[Header, list[Record]]:
+    """The records up to where the trace diverges; what follows need not even be readable.
+
+    Raises:
+        Rejected: the spec accepts all of it.
+        TraceFormatError: it is malformed before it diverges.
+    """
+    header, records = read_trace(file)
+    replayer, kept = Replayer(header), []
+    for _, record in records:
+        kept.append(record)
+        try:
+            replayer.feed(record)
+        except (InvariantViolation, ValueError):
+            return header, kept
+    raise Rejected(f"the spec accepts {file}; there is nothing that diverges")
