@@ -3,12 +3,14 @@
 Free list with an order, reference counts, prefix-cache keys, exhaustion. It holds no opinion of
 its own: an operation that a real pool could not do (freeing a free block, writing the null block
 into a list) raises `PoolFault` at once, so that a fault of the code under test is not absorbed.
+
+A test may have chosen allocations fail although blocks are free, see `FakePool.fail_at`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,10 @@ class FakePool:
     Args:
         num_blocks: blocks in the pool, the null block 0 included.
         block_size: slots per block.
+
+    Attributes:
+        allocations: how often blocks were asked for so far, whether or not they were given.
+        fail_at: which of those, counted from 1, are answered with False although blocks are free.
     """
 
     headroom: tuple[int, ...] = ()
@@ -35,6 +41,8 @@ class FakePool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.lists: dict[str, list[int]] = {}
+        self.allocations = 0
+        self.fail_at: Collection[int] = ()
         self._free: deque[int] = deque(range(1, num_blocks))
         self._refs = [0] * num_blocks
         self._keys: dict[int, Key] = {}
@@ -76,23 +84,25 @@ class FakePool:
 
     def extend(self, req_id: str, total: int) -> bool:
         """Grow a request's list to `total` blocks; False (and no change) when too few are free."""
-        have = self.lists.get(req_id, [])
-        if total - len(have) > len(self._free):
+        missing = total - len(self.lists.get(req_id, ()))
+        if not self._grants(missing):
             return False
-        self.lists.setdefault(req_id, have).extend(self._take() for _ in range(total - len(have)))
+        self.lists.setdefault(req_id, []).extend(self._take() for _ in range(missing))
         return True
 
     def adopt(self, req_id: str, hits: Sequence[int], total: int) -> bool:
         """Admit a request with `hits` from the prefix cache and fresh blocks up to `total`."""
-        pinned = sum(self._refs[block] == 0 for block in hits)
-        if total - len(hits) > len(self._free) - pinned:
+        missing = total - len(hits)
+        pinned = [block for block in hits if self._refs[block] == 0]
+        if not self._grants(missing + len(pinned)):
             return False
+        # Pinned first: what is taken next must not be one of them.
+        for block in pinned:
+            self._free.remove(block)
         for block in hits:
-            if self._refs[block] == 0:
-                self._free.remove(block)
             self._refs[block] += 1
-        self.lists[req_id] = list(hits)
-        return self.extend(req_id, total)
+        self.lists[req_id] = [*hits, *(self._take() for _ in range(missing))]
+        return True
 
     def release(self, req_id: str) -> None:
         """Finish, abort or preemption: every reference of the request goes."""
@@ -122,6 +132,13 @@ class FakePool:
                 break
             hits.append(known[key])
         return hits
+
+    def _grants(self, count: int) -> bool:
+        """Whether `count` blocks can be had; to ask for any is an allocation."""
+        if count <= 0:
+            return True
+        self.allocations += 1
+        return self.allocations not in self.fail_at and count <= len(self._free)
 
     def _take(self) -> int:
         block = self._free.popleft()
