@@ -1,7 +1,8 @@
 """Faults that hurt people in systems of this kind, on the core with real bytes and no engine.
 
 Each test's name carries the scenario's id; its docstring says given, when, and what is right.
-S13 and S28 are about memory formats and the mover: see also tests/unit/test_kv.py.
+README.md has the table of all scenarios. S13 and S28 are about memory formats and the mover: see
+also tests/unit/test_kv.py.
 """
 
 from __future__ import annotations
@@ -139,6 +140,18 @@ def test_s15_scattered_death_frees_nothing_alone_and_everything_with_moves(seed:
         freed[mode] = made.pool.num_free - held
     assert freed["off"] <= 2
     assert freed["eager"] >= 300 // 16 - 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_s16_a_token_that_would_be_written_as_a_padding_row_is_caught(mode: str) -> None:
+    """Given a step whose new token got the slot of a padding row, -1; when it runs; then that is a
+    broken L7, and not a token that is silently missing. (What padding rows themselves do:
+    test_padding.py.)"""
+    made = engine(mode, 4, tokens=6)
+    step = made.schedule()
+    step.rows[0].layout.new_slots[-1] = -1
+    with pytest.raises(InvariantViolation, match="L7"):
+        made.execute(step)
 
 
 @pytest.mark.parametrize("mode", MODES)
