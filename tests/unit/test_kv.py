@@ -1,96 +1,25 @@
-"""Layouts, mover, digests and probe against the documented memory formats, token by token.
-
-The reference computes addresses in the flat allocation from the formats' descriptions and the
-allocation's geometry; it shares no code with the adapters. "vec" is the CPU kernels' format: per
-(block, head) first K transposed, `[head_dim, tokens]`, then V, `[tokens, head_dim]`. "rows" is
-the GPU backends' format: per token K then V, under whatever strides.
+"""Layouts, digests and probe against the documented memory formats, token by token, and the
+mover's workspace. What the mover copies is claimed in tests/property/test_mover.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from support.memories import CLASSES, DTYPES, HEAD_DIM, LAYERS, Memory
 from vtoken.errors import Rejected, UnsupportedConfiguration
 from vtoken.kv import (
-    KVLayout,
     Mover,
     TokenRowLayout,
-    TransposedKeyLayout,
     payload_digests,
     probe_layout,
     stack_layers,
 )
-
-LAYERS, BLOCKS, HEAD_DIM = 3, 5, 8
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CLASSES = {"vec": TransposedKeyLayout, "rows": TokenRowLayout}
-
-
-@dataclass
-class Memory:
-    """One allocation with per-layer views as vLLM hands them out.
-
-    `order` names the nesting of the allocation, outermost first: L layers, B blocks, H heads,
-    N tokens, C content; `gap` elements lie between two outermost entries.
-    """
-
-    fmt: str
-    heads: int
-    tokens: int
-    dtype: torch.dtype
-    order: str = "LBHNC"
-    gap: int = 0
-    separate: bool = False
-
-    def __post_init__(self) -> None:
-        extent = dict(
-            zip("LBHNC", (LAYERS, BLOCKS, self.heads, self.tokens, 2 * HEAD_DIM), strict=True)
-        )
-        self.stride: dict[str, int] = {}
-        step = 1
-        for axis in reversed(self.order):
-            self.stride[axis] = step + (self.gap if axis == self.order[0] else 0)
-            step *= extent[axis]
-        size = self.stride[self.order[0]] * extent[self.order[0]] + 7
-        generator = torch.Generator().manual_seed(size)
-        self.flat = torch.randint(-99, 99, (size,), generator=generator).to(self.dtype)
-        shape = [extent[axis] for axis in "BHNC"]
-        strides = [self.stride[axis] for axis in "BHNC"]
-        self.layers = [
-            self.flat.as_strided(shape, strides, 7 + layer * self.stride["L"])
-            for layer in range(LAYERS)
-        ]
-        if self.separate:
-            self.layers = [
-                layer.clone(memory_format=torch.preserve_format) for layer in self.layers
-            ]
-        self.layout: KVLayout = CLASSES[self.fmt](stack_layers(self.layers))
-
-    def address(self, slot: int, layer: int, half: int, head: int, d: int) -> int:
-        """Index into the flat allocation of element d of K (half 0) or V (half 1)."""
-        block, t = divmod(slot, self.tokens)
-        run = 7 + layer * self.stride["L"] + block * self.stride["B"] + head * self.stride["H"]
-        if self.fmt == "rows":
-            return run + t * self.stride["N"] + half * HEAD_DIM + d
-        if half == 0:
-            return run + d * self.tokens + t
-        return run + self.tokens * HEAD_DIM + t * HEAD_DIM + d
-
-    def elements(self, slot: int) -> Iterator[int]:
-        for layer, half, head, d in product(
-            range(LAYERS), range(2), range(self.heads), range(HEAD_DIM)
-        ):
-            yield self.address(slot, layer, half, head, d)
-
-    def token(self, slot: int) -> torch.Tensor:
-        values = self.flat[list(self.elements(slot))]
-        return values.reshape(LAYERS, 2, self.heads, HEAD_DIM)
 
 
 def memories() -> list[Memory]:
@@ -119,30 +48,6 @@ def memory(request: pytest.FixtureRequest) -> Iterator[Memory]:
     before = kept.flat.clone()
     yield kept
     kept.flat.copy_(before)
-
-
-def test_a_move_copies_each_token_s_own_elements_and_no_other(memory: Memory) -> None:
-    """Claim: reading and moving equal the token-by-token reference, for plans that cross blocks,
-    stay in one, and change offsets; nothing else in the allocation changes."""
-    last = memory.tokens - 1
-    size = memory.tokens
-    sources = [size, size + 1, size + last, 4 * size + 3, 2 * size + 5]
-    targets = [3 * size + last, size + 2, 3 * size, 2 * size + 6, 4 * size + 4]
-    read = memory.layout.read(torch.tensor(sources))
-    assert read.shape == (len(sources), LAYERS, 2, memory.heads, HEAD_DIM)
-    for index, slot in enumerate(sources):
-        assert torch.equal(read[index], memory.token(slot))
-    expected = memory.flat.clone()
-    for source, target in zip(sources, targets, strict=True):
-        pairs = zip(memory.elements(source), memory.elements(target), strict=True)
-        for here, there in pairs:
-            expected[there] = memory.flat[here]
-    mover = Mover(memory.layout, workspace_bytes=2 * memory.layout.token_bytes)
-    mover.move(torch.tensor(sources), torch.tensor(targets))
-    assert torch.equal(memory.flat, expected)
-    assert mover.moved_tokens == len(sources)
-    element = memory.dtype.itemsize
-    assert mover.moved_bytes == len(sources) * LAYERS * memory.heads * 2 * HEAD_DIM * element
 
 
 def test_layers_of_one_allocation_are_moved_as_one_tensor(memory: Memory) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
 import torch
 
 from vtoken.errors import Rejected
 from vtoken.kv.layouts import KVLayout
+from vtoken.kv.streams import Copy
 
 DEFAULT_WORKSPACE_BYTES = 64 * 1024 * 1024
 
 
 class Mover:
-    """Executes moves in the order of the caller's stream.
+    """Executes moves in the order of the caller's stream, or prepares them for a copy stream.
 
     Args:
         layout: the KV cache.
@@ -32,6 +36,8 @@ class Mover:
         self.layout = layout
         self.batch_tokens = workspace_bytes // layout.token_bytes
         self.moved_tokens = 0
+        # Copies of a copy stream may run in another thread while the caller moves as well.
+        self._counting = threading.Lock()
 
     @property
     def moved_bytes(self) -> int:
@@ -48,4 +54,27 @@ class Mover:
             batch_from = sources[first : first + self.batch_tokens]
             batch_to = targets[first : first + self.batch_tokens]
             self.layout.write(batch_to, self.layout.read(batch_from))
-            self.moved_tokens += len(batch_from)
+            with self._counting:
+                self.moved_tokens += len(batch_from)
+
+    def copies(self, sources: torch.Tensor, targets: torch.Tensor, *, owner: str) -> list[Copy]:
+        """The same as `move`, in pieces of at most `batch_tokens` that a copy stream runs later.
+
+        The slots are copied here, so the caller may reuse its tensors. A piece counts in
+        `moved_tokens` when it has run.
+
+        Raises:
+            Rejected: there are not as many targets as sources.
+        """
+        if len(sources) != len(targets):
+            raise Rejected(f"{len(sources)} sources and {len(targets)} targets")
+        pairs = zip(
+            sources.clone().split(self.batch_tokens),
+            targets.clone().split(self.batch_tokens),
+            strict=True,
+        )
+        return [
+            Copy(partial(self.move, batch_from, batch_to), batch_from, batch_to, owner)
+            for batch_from, batch_to in pairs
+            if len(batch_from)  # no slots at all split into one empty piece
+        ]
