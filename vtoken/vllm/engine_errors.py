@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,10 @@ ERROR_FOLDER = "VTOKEN_ERROR_FOLDER"
 
 _NAME = "error.json"
 _FIELDS = ("req_id", "token_id", "slot", "before", "after")
+#: how vLLM refuses a pool that is smaller than the context, with the context that would fit
+_SMALL_POOL = re.compile(
+    r"max seq len \((\d+)\).* available KV cache memory(?:.* maximum model length is (\d+))?"
+)
 #: vLLM's functions whose logged errors end the engine
 _FATAL = ("run_engine_core", "worker_main", "monitor_engine_cores")
 
@@ -103,6 +108,26 @@ def vtoken_error_in(error: BaseException | None) -> VTokenError | None:
     return None
 
 
+def refused_start(error: Exception) -> Rejected:
+    """What vLLM refuses while it starts, in one line.
+
+    Of a pool that is too small vLLM does not say why a budget makes no difference, and it names
+    one of the options that give more.
+    """
+    reason = reason_of(error)
+    small = _SMALL_POOL.search(reason)
+    if small is None:
+        return Rejected(f"vLLM does not start with these options: {reason}")
+    context, fits = small.groups()
+    return Rejected(
+        f"the KV pool is smaller than one request may be: a prompt of up to {context} tokens, the "
+        "context, has to fit before anything of it is evicted, and again after a preemption; "
+        f"lower --max-model-len{f' to {fits}' if fits else ''}, or give the pool more memory "
+        "(--kv-memory-mb of vtoken run, else --kv-cache-memory-bytes, --gpu-memory-utilization, "
+        "or --num-gpu-blocks-override)"
+    )
+
+
 class _Recorder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -116,7 +141,7 @@ class _Recorder(logging.Handler):
 def _foreign(error: BaseException | None, message: str) -> VTokenError:
     """An error of vLLM's own: of the options, if it refuses a value while it starts."""
     if isinstance(error, ValueError) and "failed to start" in message:
-        return Rejected(f"vLLM does not start with these options: {reason_of(error)}")
+        return refused_start(error)
     reason = message if error is None else f"{type(error).__name__}: {reason_of(error)}"
     return EngineFailed(f"vLLM's engine failed ({reason}); its log above says where")
 

@@ -14,7 +14,7 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.errors import EngineFailed, Rejected
 from vtoken.options import reason_of
-from vtoken.vllm.engine_errors import vtoken_error_in
+from vtoken.vllm.engine_errors import refused_start, vtoken_error_in
 from vtoken.vllm.version import check_version
 
 
@@ -67,7 +67,7 @@ class Session:
             known = vtoken_error_in(error)
             if known is not None:
                 raise known from error
-            raise Rejected(f"vLLM does not start with these options: {reason_of(error)}") from error
+            raise refused_start(error) from error
         self._core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.free_before: int = self.report()["pool"]["free"]
 
