@@ -96,6 +96,23 @@ class VTokenConfig:
         share = self.budget_ratio * num_tokens
         return max(least, math.ceil(share - 1e-9))  # 0.07 of 100 is 7, also in binary
 
+    def idle_reason(self, *, evicted: int, asked: int) -> str | None:
+        """Why a policy has evicted nothing, and the way out; None if it has, or there is none.
+
+        Args:
+            evicted: tokens evicted since start.
+            asked: how often the policy was asked for victims.
+        """
+        if self.policy == "none" or evicted:
+            return None
+        if asked:
+            return (
+                f"nothing was evicted: policy {self.policy} was asked {asked} times and named no "
+                "token; choose another policy"
+            )
+        option = "--budget" if self.budget_ratio is None else "--budget-ratio"
+        return f"nothing was evicted: no request reached the budget; lower {option}"
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> VTokenConfig:
         """Build from a configuration file or `additional_config["vtoken"]`.

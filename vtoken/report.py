@@ -155,6 +155,9 @@ def run_result(
     generate_s: float,
 ) -> dict[str, Any]:
     """The JSON of a run; its top-level names are relied on by scripts."""
+    idle = config.idle_reason(
+        evicted=report["tokens"]["evicted"], asked=report.get("policy_calls", 0)
+    )
     return {
         "model": model,
         "policy": config.policy,
@@ -174,6 +177,7 @@ def run_result(
         "tokens": report["tokens"],
         "checks": report["checks"],
         "violations": 0,  # a violation stops the run before there is a result
+        "warnings": [] if idle is None else [idle],
         "pool": {
             "total": report["pool"]["total"],
             "free_before": free_before,
@@ -226,9 +230,7 @@ def show_summary(result: dict[str, Any], console: Console | None = None) -> None
 
 def warning_of(result: dict[str, Any]) -> str | None:
     """What a user should know about a run that went through, if anything."""
-    if result["policy"] != "none" and result["tokens"]["evicted"] == 0:
-        return "nothing was evicted: no request reached the budget; lower --budget"
-    return None
+    return next(iter(result["warnings"]), None)
 
 
 def _vllm_version() -> str:

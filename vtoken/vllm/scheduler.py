@@ -51,6 +51,14 @@ class VTokenSchedulerMixin:
         settings = settings_of(vllm_config)
         manager = self.kv_cache_manager.coordinator.single_type_managers[0]
         check_pool(settings, vllm_config, manager)
+        context = vllm_config.model_config.max_model_len
+        if settings.budget is not None and settings.budget >= context:
+            logger.warning(
+                "nothing will be evicted: the budget of %d tokens is not below the context of %d; "
+                "lower --budget",
+                settings.budget,
+                context,
+            )
         self.vtoken_manager: VTokenManager = manager
         self._warned_sessions = False
         self.vtoken_configure(settings)
@@ -92,6 +100,7 @@ class VTokenSchedulerMixin:
         self._policies: dict[str, Policy] = {}
         self._streams: dict[str, int] = {}
         self._num_streams = 0
+        self._policy_calls = 0
 
     # ---- overrides of vLLM
 
@@ -124,6 +133,11 @@ class VTokenSchedulerMixin:
             session.num_computed_tokens = 0
 
     def shutdown(self) -> None:
+        idle = self.vtoken_config.idle_reason(
+            evicted=self.vtoken.counters.evicted, asked=self._policy_calls
+        )
+        if idle is not None and self.vtoken.meter.peak.native:
+            logger.warning("%s", idle)
         if self.vtoken_recorder is not None:
             self.vtoken_recorder.close()
         super().shutdown()  # type: ignore[misc]
@@ -149,6 +163,7 @@ class VTokenSchedulerMixin:
             policy = self._policies.get(req_id)
             if policy is None:
                 policy = self._new_policy(req_id)
+            self._policy_calls += 1
             victims = policy.victims(
                 PolicyView(table.logical_len, table.live, table.num_live, excess)
             )
@@ -214,6 +229,7 @@ class VTokenSchedulerMixin:
         return {
             "block_size": self.vtoken_manager.block_size,
             "tokens": self.vtoken.counters.as_dict(),
+            "policy_calls": self._policy_calls,
             "blocks_now": self.vtoken.meter.now.as_dict(),
             "blocks_peak": self.vtoken.meter.peak.as_dict(),
             "checks": self.vtoken_checker.counts(),
