@@ -1,4 +1,4 @@
-"""Which events to try in a state: allowed ones, and forbidden ones with the reason.
+"""Which events to try in a state: the allowed ones. The forbidden ones are in `forbidden.py`.
 
 One generator serves the random walk and the exhaustive search. Its expectations do not come from
 the model: they are read off the state here, without the model's own helpers, so that the two can
@@ -14,32 +14,46 @@ from types import MappingProxyType
 from typing import Literal
 
 from .events import (
+    Abort,
+    Allocate,
     Append,
+    Attend,
     Cache,
+    Commit,
+    Copy,
     Event,
     Evict,
     Finish,
+    Hit,
     MoveTokens,
     Preempt,
+    Prepare,
     Recycle,
     Release,
+    Reserve,
+    Resume,
     Uncache,
+    Unreserve,
+    Wait,
 )
-from .model import Reason
 from .state import RequestState, State
-from .view import NULL_BLOCK, Move, Plan
+from .view import Move, Plan, ReadSet
+
+Purpose = Literal["dense", "reclaim"]
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """How far the allowed events reach: which requests there are, how many tokens a request may
-    have, and how many of them one event appends, evicts or moves."""
+    have, how many of them one event appends, evicts or moves, and how many blocks are headroom
+    at most."""
 
     requests: tuple[str, ...] = ("a", "b", "c")
     logical_len: int = 1_000_000
     appended: int = 4
     evicted: tuple[int, ...] = (1, 2, 4)
     moved: int = 3
+    headroom: int = 1
 
 
 # Facts about a state, read off without the model's own helpers ----------------------------------
@@ -50,9 +64,19 @@ def places_of(state: State, table: RequestState) -> list[int]:
     return [block * size + offset for block in table.blocks for offset in range(size)]
 
 
-def writable(state: State, slot: int) -> bool:
+def protected(state: State, slot: int) -> bool:
     block = slot // state.pool.block_size
-    return state.pool.refs[block] < 2 and block not in state.pool.cached
+    return state.pool.refs[block] > 1 or block in state.pool.cached
+
+
+def busy(state: State, slot: int) -> bool:
+    """Whether a plan in flight copies from or to the slot."""
+    moves = [move for flight in state.flights for move in flight.plan.moves]
+    return any(slot in (move.src, move.dst) for move in moves)
+
+
+def writable(state: State, slot: int) -> bool:
+    return not protected(state, slot) and not busy(state, slot)
 
 
 def live_of(table: RequestState) -> dict[int, int]:
@@ -73,6 +97,15 @@ def plain_free(state: State) -> list[int]:
     return sorted(state.pool.free - state.pool.cached)
 
 
+def in_flight(state: State, req_id: str) -> bool:
+    return any(flight.plan.req_id == req_id for flight in state.flights)
+
+
+def idle(state: State) -> list[RequestState]:
+    """Requests with tokens and without a plan in flight: what may be restructured."""
+    return [t for t in state.tables if t.slots and not in_flight(state, t.req_id)]
+
+
 def targets_of(state: State, table: RequestState) -> list[int]:
     """Slots a plan may move a token to: unused ones of owned blocks, then the headroom's."""
     size, live = state.pool.block_size, set(live_of(table).values())
@@ -81,37 +114,35 @@ def targets_of(state: State, table: RequestState) -> list[int]:
     return [slot for slot in places if writable(state, slot) and slot not in live]
 
 
-def moving(
+def plan_of(
     table: RequestState,
     tokens: Sequence[int],
     targets: Sequence[int],
     *,
-    purpose: Literal["dense", "reclaim"],
+    purpose: Purpose,
     released: tuple[int, ...] = (),
-) -> MoveTokens:
+) -> Plan:
     pairs = zip(tokens, targets, strict=False)
     moves = tuple(Move(token, table.slots[token], slot) for token, slot in pairs)
-    return MoveTokens(Plan(table.req_id, table.version, table.blocks, moves, released, purpose))
+    return Plan(table.req_id, table.version, table.blocks, moves, released, purpose)
 
 
 # Allowed events: everything of one kind that must be accepted, within the bounds ----------------
 
 
-def appends(state: State, bounds: Bounds) -> Iterator[Event]:
+def allocations(state: State, bounds: Bounds) -> Iterator[Event]:
+    """One block, unless a whole one is unused already."""
     fresh = tuple(plain_free(state)[:1])
-    for req_id in bounds.requests:
+    for req_id in bounds.requests if fresh else ():
         table = state.requests.get(req_id, RequestState(req_id))
-        for new_blocks in dict.fromkeys(((), fresh)):
-            longer = replace(table, blocks=table.blocks + new_blocks)
-            places = places_of(state, longer)[table.physical_len :]
-            room = tuple(slot for slot in places if writable(state, slot))
-            most = min(bounds.appended, len(room), bounds.logical_len - table.logical_len)
-            for count in range(1, most + 1):
-                yield Append(req_id, room[:count], new_blocks)
+        unused = len(table.blocks) * state.pool.block_size - table.physical_len
+        wanted = table.logical_len < bounds.logical_len and unused < state.pool.block_size
+        if wanted and req_id not in state.preempted:
+            yield Allocate(req_id, fresh)
 
 
-def adoptions(state: State, bounds: Bounds) -> Iterator[Event]:
-    """Hits of one or two cached blocks, alone and with one token written behind them."""
+def hits(state: State, bounds: Bounds) -> Iterator[Event]:
+    """One or two cached blocks, for a request without tokens or blocks."""
     size, place = state.pool.block_size, {}
     for block in sorted(state.pool.cached):
         payload = state.memory[block * size]
@@ -119,16 +150,31 @@ def adoptions(state: State, bounds: Bounds) -> Iterator[Event]:
     firsts = [(block,) for block in place if place[block] == 0]
     chains = firsts + [(*b, c) for b in firsts for c in place if place[c] == 1]
     for req_id in bounds.requests:
-        if req_id in state.requests:
+        table = state.requests.get(req_id, RequestState(req_id))
+        if req_id in state.preempted or table.blocks or table.slots:
             continue
         for chain in chains:
-            slots = tuple(block * size + offset for block in chain for offset in range(size))
-            if len(slots) <= bounds.logical_len:
-                yield Append(req_id, slots, chain, adopted=len(slots))
-            for fresh in plain_free(state)[:1]:
-                if len(slots) < bounds.logical_len:
-                    more = (*slots, fresh * size)
-                    yield Append(req_id, more, (*chain, fresh), adopted=len(slots))
+            if len(chain) * size <= bounds.logical_len:
+                yield Hit(req_id, chain)
+
+
+def appends(state: State, bounds: Bounds) -> Iterator[Event]:
+    for table in state.tables:
+        places = places_of(state, table)[table.physical_len :]
+        room = tuple(slot for slot in places if not protected(state, slot))
+        most = min(bounds.appended, len(room), bounds.logical_len - table.logical_len)
+        for count in range(1, most + 1):
+            if not any(busy(state, slot) for slot in room[:count]):
+                yield Append(table.req_id, room[:count])
+
+
+def attends(state: State, bounds: Bounds) -> Iterator[Event]:
+    """One query; its keys in physical order."""
+    for table in state.tables:
+        if table.slots:
+            live = set(live_of(table).values())
+            slots = tuple(slot for slot in places_of(state, table) if slot in live)
+            yield Attend(ReadSet(table.req_id, slots, (table.logical_len - 1,)))
 
 
 def evictions(state: State, bounds: Bounds) -> Iterator[Event]:
@@ -140,60 +186,74 @@ def evictions(state: State, bounds: Bounds) -> Iterator[Event]:
 
 
 def recycles(state: State, bounds: Bounds) -> Iterator[Event]:
-    for table in state.tables:
-        if table.logical_len >= bounds.logical_len:
-            continue
-        for slot in holes_of(state, table):
-            if writable(state, slot):
-                yield Recycle(table.req_id, slot)
-                yield Recycle(table.req_id, slot, tuple(plain_free(state)[:1]))
+    for table in idle(state):
+        if table.logical_len < bounds.logical_len:
+            for slot in holes_of(state, table):
+                if writable(state, slot):
+                    yield Recycle(table.req_id, slot)
 
 
 def single_moves(state: State, bounds: Bounds) -> Iterator[Event]:
     """Any live token to any slot that a plan may write."""
-    for table in state.tables:
+    for table in idle(state):
         for token in live_of(table):
             for slot in targets_of(state, table):
-                yield moving(table, [token], [slot], purpose="dense")
+                yield MoveTokens(plan_of(table, [token], [slot], purpose="dense"))
 
 
 def plans(state: State, bounds: Bounds) -> Iterator[Event]:
-    """Tail fills, evacuations of one or two blocks, and a trim."""
-    for table in state.tables:
-        yield from tail_fills(state, table, bounds)
-        yield from evacuations(state, table)
+    """Tail fills, evacuations of one or two blocks, and a trim, in step order."""
+    for table in idle(state):
+        for plan in (*tail_fills(state, table, bounds), *evacuations(state, table)):
+            yield MoveTokens(plan)
         used = places_of(state, table)[: table.physical_len]
         if used and used[-1] not in live_of(table).values():
-            yield moving(table, [], [], purpose="dense")
+            yield MoveTokens(plan_of(table, [], [], purpose="dense"))
 
 
-def tail_fills(state: State, table: RequestState, bounds: Bounds) -> Iterator[Event]:
+def tail_fills(state: State, table: RequestState, bounds: Bounds) -> Iterator[Plan]:
     live, targets = live_of(table), targets_of(state, table)
     tail = [t for slot in reversed(places_of(state, table)) for t in live if live[t] == slot]
     for count in range(1, min(bounds.moved, len(tail), len(targets)) + 1):
-        yield moving(table, tail[:count], targets[:count], purpose="dense")
+        yield plan_of(table, tail[:count], targets[:count], purpose="dense")
 
 
-def evacuations(state: State, table: RequestState) -> Iterator[Event]:
-    size, live = state.pool.block_size, live_of(table)
+def evacuations(state: State, table: RequestState) -> Iterator[Plan]:
     sources = [(block,) for block in table.blocks] + list(pairwise(table.blocks))
     for blocks in sources:
-        inside = [token for token, slot in live.items() if slot // size in blocks]
-        outside = [s for s in targets_of(state, table) if s // size not in blocks]
-        drawn = {s // size for s in outside[: len(inside)]} - set(table.blocks)
-        if len(inside) <= len(outside):
-            purpose: Literal["dense", "reclaim"]
-            purpose = "reclaim" if len(drawn) < len(blocks) else "dense"
-            event = moving(table, inside, outside, released=blocks, purpose=purpose)
-            yield event
-            joined = dict.fromkeys(move.dst // size for move in event.plan.moves)
-            after = dict.fromkeys([b for b in (*table.blocks, *joined) if b not in blocks])
-            if len(after) > 1:
-                yield MoveTokens(replace(event.plan, order=tuple(reversed(after))))
+        yield from evacuation(state, table, blocks, targets_of(state, table), flexible=True)
+
+
+def evacuation(
+    state: State,
+    table: RequestState,
+    blocks: tuple[int, ...],
+    targets: Sequence[int],
+    *,
+    flexible: bool,
+) -> Iterator[Plan]:
+    """All live tokens of `blocks` to the first targets outside. If `flexible`, with a reversed
+    block order too, and a plan that frees nothing is made "dense" instead of left out."""
+    size = state.pool.block_size
+    inside = [token for token, slot in live_of(table).items() if slot // size in blocks]
+    outside = [slot for slot in targets if slot // size not in blocks]
+    drawn = {slot // size for slot in outside[: len(inside)]} - set(table.blocks)
+    gains = len(drawn) < len(blocks)
+    if len(inside) > len(outside) or not (gains or flexible):
+        return
+    purpose: Purpose = "reclaim" if gains else "dense"
+    plan = plan_of(table, inside, outside, released=blocks, purpose=purpose)
+    yield plan
+    joined = dict.fromkeys(move.dst // size for move in plan.moves)
+    after = dict.fromkeys([b for b in (*table.blocks, *joined) if b not in blocks])
+    if flexible and len(after) > 1:
+        yield replace(plan, order=tuple(reversed(after)))
 
 
 def releases(state: State, bounds: Bounds) -> Iterator[Event]:
     for table in state.tables:
+        if in_flight(state, table.req_id):
+            continue
         empty = empty_blocks(state, table)
         for block in empty:
             yield Release(table.req_id, (block,))
@@ -201,10 +261,48 @@ def releases(state: State, bounds: Bounds) -> Iterator[Event]:
             yield Release(table.req_id, tuple(reversed(empty)))
 
 
+def preparations(state: State, bounds: Bounds) -> Iterator[Event]:
+    """Evacuations of one or two blocks before the physical end, to go into flight."""
+    size = state.pool.block_size
+    for table in idle(state):
+        behind = set(places_of(state, table)[table.physical_len :])
+        targets = [slot for slot in targets_of(state, table) if slot not in behind]
+        before = table.blocks[: table.physical_len // size]
+        for blocks in [(block,) for block in before] + list(pairwise(before)):
+            for plan in evacuation(state, table, blocks, targets, flexible=False):
+                if plan.moves:
+                    yield Prepare(plan)
+
+
+def copies(state: State, bounds: Bounds) -> Iterator[Event]:
+    for flight in state.flights:
+        for index in range(len(flight.plan.moves)):
+            if index not in flight.copied:
+                yield Copy(flight.plan.req_id, index)
+
+
+def settlements(state: State, bounds: Bounds) -> Iterator[Event]:
+    """Waits, commits and aborts."""
+    for flight in state.flights:
+        req_id = flight.plan.req_id
+        if not flight.waited and len(flight.copied) == len(flight.plan.moves):
+            yield Wait(req_id)
+        if not flight.aborted:
+            if flight.waited:
+                yield Commit(req_id)
+            yield Abort(req_id)
+
+
 def endings(state: State, bounds: Bounds) -> Iterator[Event]:
     for table in state.tables:
         yield Finish(table.req_id)
         yield Preempt(table.req_id)
+
+
+def returns(state: State, bounds: Bounds) -> Iterator[Event]:
+    for req_id in sorted(state.preempted):
+        yield Resume(req_id)
+        yield Finish(req_id)
 
 
 def cachings(state: State, bounds: Bounds) -> Iterator[Event]:
@@ -219,120 +317,32 @@ def cachings(state: State, bounds: Bounds) -> Iterator[Event]:
         yield Uncache((block,))
 
 
+def reservations(state: State, bounds: Bounds) -> Iterator[Event]:
+    if len(state.pool.headroom) < bounds.headroom:
+        for block in plain_free(state)[:1]:
+            yield Reserve((block,))
+    for block in sorted(state.pool.headroom)[:1]:
+        yield Unreserve((block,))
+
+
 Generator = Callable[[State, Bounds], Iterator[Event]]
 _KINDS: tuple[Generator, ...] = (
+    allocations,
+    hits,
     appends,
-    adoptions,
+    attends,
     evictions,
     recycles,
     single_moves,
     plans,
     releases,
+    preparations,
+    copies,
+    settlements,
     endings,
+    returns,
     cachings,
+    reservations,
 )
 ALLOWED: Mapping[str, Generator] = MappingProxyType({kind.__name__: kind for kind in _KINDS})
 """The generators of allowed events by name."""
-
-
-# Forbidden events, each with the reason ---------------------------------------------------------
-
-
-def forbidden(state: State, bounds: Bounds) -> Iterator[tuple[Event, Reason]]:
-    for req_id in bounds.requests:
-        if req_id not in state.requests:
-            yield Evict(req_id, (0,)), Reason.UNKNOWN_REQUEST
-            yield Finish(req_id), Reason.UNKNOWN_REQUEST
-    for table in state.tables:
-        yield from forbidden_evictions(table)
-        yield from forbidden_slots(state, table)
-        yield from forbidden_blocks(state, table)
-        yield from forbidden_plans(state, table)
-    for block in sorted(state.pool.free):
-        yield Cache((block,)), Reason.NOT_OWNED
-        if block in state.pool.cached:
-            slot = block * state.pool.block_size
-            yield Append("new", (slot,), (block,)), Reason.CACHED_BLOCK
-            yield Uncache((block, block)), Reason.DUPLICATE
-        else:
-            yield Uncache((block,)), Reason.NOT_CACHED
-
-
-def forbidden_evictions(table: RequestState) -> Iterator[tuple[Event, Reason]]:
-    last = table.logical_len - 1
-    yield Evict(table.req_id, (-1,)), Reason.UNKNOWN_TOKEN
-    yield Evict(table.req_id, (last + 1,)), Reason.NOT_COMPUTED
-    yield Evict(table.req_id, (last,)), Reason.LAST_TOKEN
-    yield Evict(table.req_id, (last, last)), Reason.DUPLICATE
-    for token, alive in enumerate(table.live):
-        if not alive:
-            yield Evict(table.req_id, (token,)), Reason.DEAD_TOKEN
-
-
-def forbidden_slots(state: State, table: RequestState) -> Iterator[tuple[Event, Reason]]:
-    req_id, size = table.req_id, state.pool.block_size
-    yield Append(req_id, ()), Reason.NOTHING_TO_DO
-    hit = Append(req_id, tuple(range(size, 2 * size)), (1,), adopted=size)
-    yield hit, Reason.BAD_ADOPTION
-    for slot in live_of(table).values():
-        yield Append(req_id, (slot,)), Reason.BAD_SLOTS
-        reason = Reason.NOT_A_HOLE if writable(state, slot) else Reason.PROTECTED_BLOCK
-        yield Recycle(req_id, slot), reason
-    for slot in holes_of(state, table):
-        yield Append(req_id, (slot,)), Reason.BAD_SLOTS
-        if not writable(state, slot):
-            yield Recycle(req_id, slot), Reason.PROTECTED_BLOCK
-    for slot in places_of(state, table)[table.physical_len :]:
-        if writable(state, slot):
-            yield Recycle(req_id, slot), Reason.NOT_A_HOLE
-    for slot in (-1, 0, len(state.memory)):
-        yield Recycle(req_id, slot), Reason.NOT_OWNED
-
-
-def forbidden_blocks(state: State, table: RequestState) -> Iterator[tuple[Event, Reason]]:
-    size = state.pool.block_size
-    for block in table.blocks:
-        yield Append("new", (block * size,), (block,)), Reason.NOT_FREE
-        if block not in state.pool.cached:
-            whole = tuple(range(block * size, (block + 1) * size))
-            yield Append("new", whole, (block,), adopted=size), Reason.NOT_CACHED
-        if block not in empty_blocks(state, table):
-            yield Release(table.req_id, (block,)), Reason.LIVE_BLOCK
-        if not all(table.live) and writable(state, block * size):
-            yield Cache((block,)), Reason.NOT_CACHEABLE
-    for block in (-1, NULL_BLOCK, state.pool.num_blocks):
-        yield Release(table.req_id, (block,)), Reason.NOT_OWNED
-
-
-def forbidden_plans(state: State, table: RequestState) -> Iterator[tuple[Event, Reason]]:
-    live, size = live_of(table), state.pool.block_size
-    token = max(live)
-    trimmed = places_of(state, table)[table.physical_len - 1] in live.values()
-    if trimmed:
-        yield moving(table, [], [], purpose="dense"), Reason.NOTHING_TO_DO
-    yield moving(table, [], [], purpose="reclaim"), Reason.NO_GAIN
-    yield moving(table, [token], [live[token]], purpose="dense"), Reason.BAD_TARGET
-    for slot in holes_of(state, table):
-        if not writable(state, slot):
-            yield moving(table, [token], [slot], purpose="dense"), Reason.PROTECTED_BLOCK
-    for slot in targets_of(state, table):
-        plan = moving(table, [token], [slot], purpose="dense").plan
-        for wrong in (
-            replace(plan, version=plan.version + 1),
-            replace(plan, blocks=(*plan.blocks, 0)),
-        ):
-            yield MoveTokens(wrong), Reason.STALE_PLAN
-        for source in (live[token] + 1, slot, -1):
-            move = Move(token, source, slot)
-            yield MoveTokens(replace(plan, moves=(move,))), Reason.BAD_SOURCE
-        twice = replace(plan, moves=plan.moves * 2)
-        yield MoveTokens(twice), Reason.BAD_SOURCE
-        for target in (*live.values(), 0, size - 1, -1):
-            move = Move(token, live[token], target)
-            yield MoveTokens(replace(plan, moves=(move,))), Reason.BAD_TARGET
-        kept = replace(plan, released=(slot // size,))
-        yield MoveTokens(kept), Reason.BAD_RELEASE
-        for order in (plan.blocks[1:] or (0,), (*plan.blocks, plan.blocks[0])):
-            yield MoveTokens(replace(plan, order=order)), Reason.BAD_ORDER
-        gainless = replace(plan, purpose="reclaim")
-        yield MoveTokens(gainless), Reason.NO_GAIN

@@ -84,3 +84,13 @@ def all_live_slots(view: StateView) -> dict[int, tuple[str, int]]:
 def is_protected(pool: PoolView, block: int) -> bool:
     """Whether `block` must not be written: shared, or reachable through the prefix cache."""
     return pool.ref_count(block) > 1 or pool.is_cached(block)
+
+
+def slots_in_flight(view: StateView) -> dict[int, str]:
+    """Slot -> request of every source and target of a plan in flight."""
+    return {
+        slot: flight.req_id
+        for flight in view.flights
+        for move in flight.plan.moves
+        for slot in (int(move.src), int(move.dst))
+    }

@@ -1,4 +1,5 @@
-"""The laws, each defined once, as pure functions over the read-only view (I4 is in planning.py).
+"""The laws, each defined once, as pure functions over the read-only view (I4 is in planning.py,
+L10 in progress.py, and what I3, L7 and L11 say about recorded streams in order.py).
 
 A predicate yields one `Breach` per fault and yields nothing when the law holds. It is the slow,
 obvious form; it does not raise on a broken view, because its job is to describe one. Compound
@@ -14,8 +15,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from .breach import TITLES, Breach, all_live_slots, breach, ints, is_protected, live_slots
+from .breach import (
+    TITLES,
+    Breach,
+    all_live_slots,
+    breach,
+    ints,
+    is_protected,
+    live_slots,
+    slots_in_flight,
+)
 from .planning import i4_planning
+from .progress import l10_progress
 from .view import NO_SLOT, NULL_BLOCK, PoolView, ReadSet, RequestView, StateView, Write
 
 _ABSENT = "absent"
@@ -138,6 +149,24 @@ def i2_across_requests(view: StateView) -> Iterator[Breach]:
             yield breach("I2", what, req_id=req_id, token_id=token, slot=slot)
 
 
+# I3 -------------------------------------------------------------------------------------------
+
+
+def i3_visibility(view: StateView, read: ReadSet) -> Iterator[Breach]:
+    """Attention reads no slot that a copy may still be writing: one that the compute stream has
+    not waited for."""
+    written = {
+        move.dst: flight.req_id
+        for flight in view.flights
+        if not flight.waited
+        for move in flight.plan.moves
+    }
+    for slot in ints(read.slots):
+        if slot in written:
+            what = f"slot is read while a copy of request {written[slot]!r} may still write it"
+            yield breach("I3", what, req_id=read.req_id, slot=slot)
+
+
 # L5 -------------------------------------------------------------------------------------------
 
 
@@ -251,7 +280,7 @@ def l6_positions(request: RequestView, read: ReadSet) -> Iterator[Breach]:
 def l7_write_safety(view: StateView, writes: Sequence[Write]) -> Iterator[Breach]:
     """`writes` of a step against the state in which the step's blocks are already allotted, but
     its new tokens are not in the table and its filled blocks not in the prefix cache yet."""
-    live, pool = all_live_slots(view), view.pool
+    live, flying, pool = all_live_slots(view), slots_in_flight(view), view.pool
     seen: set[int] = set()
     for write in writes:
         block = write.slot // pool.block_size
@@ -262,6 +291,8 @@ def l7_write_safety(view: StateView, writes: Sequence[Write]) -> Iterator[Breach
             what = f"write into block {block}, which the request does not own"
         elif write.slot in live:
             what = "write onto live token {1} of request {0!r}".format(*live[write.slot])
+        elif write.slot in flying:
+            what = f"write onto a slot of request {flying[write.slot]!r}'s plan in flight"
         elif is_protected(pool, block):
             what = f"write into block {block}, which is shared or cached"
         elif write.slot in seen:
@@ -298,23 +329,45 @@ def l9_neutrality(
                 yield breach("L9", what, req_id=req_id, token_id=token, before=left, after=right)
 
 
+# L11 ------------------------------------------------------------------------------------------
+
+
+def l11_fence(view: StateView) -> Iterator[Breach]:
+    """State law: a block that a copy may still touch is handed to nobody: it is not free or
+    headroom, and nobody but the request of the plan owns the blocks that are written."""
+    size = view.pool.block_size
+    loose = {*ints(view.pool.free), *ints(view.pool.headroom)}
+    for flight in view.flights:
+        if flight.waited:
+            continue
+        for block in sorted({s // size for m in flight.plan.moves for s in (m.src, m.dst)}):
+            if block in loose:
+                what = f"block {block} is free while a copy may still touch it"
+                yield breach("L11", what, req_id=flight.req_id)
+        for block in sorted({move.dst // size for move in flight.plan.moves}):
+            for req_id, request in view.requests.items():
+                if req_id != flight.req_id and block in ints(request.blocks):
+                    what = f"block {block} is {req_id!r}'s while a copy may still write it"
+                    yield breach("L11", what, req_id=flight.req_id)
+
+
 # Registry -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LawInfo:
-    """A law's name, when it is evaluated, and its predicate (None: not yet modelled)."""
+    """A law's name, when it is evaluated, and its predicate."""
 
     id: str
     title: str
     kind: Literal["state", "transition", "step"]
-    predicate: Callable[..., Iterator[Breach]] | None
+    predicate: Callable[..., Iterator[Breach]]
 
 
 def _law(
     law: str,
     kind: Literal["state", "transition", "step"],
-    predicate: Callable[..., Iterator[Breach]] | None,
+    predicate: Callable[..., Iterator[Breach]],
 ) -> tuple[str, LawInfo]:
     return law, LawInfo(law, TITLES[law], kind, predicate)
 
@@ -324,15 +377,15 @@ LAWS: Mapping[str, LawInfo] = MappingProxyType(
         (
             _law("I1", "transition", i1_conservation),
             _law("I2", "state", i2_unique_mapping),
-            _law("I3", "step", None),
+            _law("I3", "step", i3_visibility),
             _law("I4", "transition", i4_planning),
             _law("L5", "state", l5_accounting),
             _law("L6", "step", l6_read_set),
             _law("L7", "step", l7_write_safety),
             _law("L8", "transition", l8_sharing),
             _law("L9", "step", l9_neutrality),
-            _law("L10", "step", None),
-            _law("L11", "transition", None),
+            _law("L10", "step", l10_progress),
+            _law("L11", "state", l11_fence),
         )
     )
 )

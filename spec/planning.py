@@ -1,20 +1,27 @@
 """I4 planning: a plan against the state that it is about to change.
 
-Split into parts, because the model gives each part its own reason for a rejection.
+Split into parts, because the model gives each part its own reason for a rejection. A plan that
+goes into flight is judged twice: as a whole when it is prepared, and for its snapshot when it is
+committed (`i4_commit`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
-from .breach import Breach, breach, ints, is_protected, live_slots
-from .view import NULL_BLOCK, Plan, StateView
+from .breach import Breach, breach, ints, is_protected, live_slots, slots_in_flight
+from .view import NULL_BLOCK, FlightView, Plan, StateView
 
 
-def i4_planning(view: StateView, plan: Plan, *, version: int) -> Iterator[Breach]:
-    """`plan` against the state it is about to change; `version` is the table's version now."""
+def i4_planning(
+    view: StateView, plan: Plan, *, version: int, in_flight: bool = False
+) -> Iterator[Breach]:
+    """`plan` against the state it is about to change; `version` is the table's version now,
+    `in_flight` whether it will be committed later."""
     yield from i4_snapshot(view, plan, version=version)
+    yield from i4_apart(view, plan)
     if plan.req_id in view.requests:
         yield from i4_sources(view, plan)
         yield from i4_targets(view, plan)
@@ -22,6 +29,23 @@ def i4_planning(view: StateView, plan: Plan, *, version: int) -> Iterator[Breach
         yield from i4_released(view, plan)
         yield from i4_order(view, plan)
         yield from i4_gain(view, plan)
+        if in_flight:
+            yield from i4_end(view, plan)
+
+
+def i4_commit(view: StateView, flight: FlightView, *, version: int) -> Iterator[Breach]:
+    """The snapshot of a plan in flight is still that of its table: same version, blocks gained
+    since only at the end, and the released blocks are empty once its live tokens have moved."""
+    plan = flight.plan
+    if plan.req_id not in view.requests:
+        yield breach("I4", "commit of a request that is gone", req_id=plan.req_id)
+        return
+    request = view.requests[plan.req_id]
+    seen = ints(request.blocks)[: len(plan.blocks)]
+    yield from _same_table(plan, version=version, blocks=seen)
+    live = {token: slot for slot, token in live_slots(request).items()}
+    moves = tuple(move for move in plan.moves if live.get(move.token_id) == move.src)
+    yield from i4_released(view, replace(plan, moves=moves))
 
 
 def i4_snapshot(view: StateView, plan: Plan, *, version: int) -> Iterator[Breach]:
@@ -29,13 +53,41 @@ def i4_snapshot(view: StateView, plan: Plan, *, version: int) -> Iterator[Breach
     if plan.req_id not in view.requests:
         yield breach("I4", "plan for an unknown request", req_id=plan.req_id)
         return
+    yield from _same_table(plan, version=version, blocks=ints(view.requests[plan.req_id].blocks))
+
+
+def _same_table(plan: Plan, *, version: int, blocks: list[int]) -> Iterator[Breach]:
     if plan.version != version:
         what = "plan made from another table version"
         yield breach("I4", what, req_id=plan.req_id, before=plan.version, after=version)
-    planned, now = ints(plan.blocks), ints(view.requests[plan.req_id].blocks)
-    if planned != now:
+    if ints(plan.blocks) != blocks:
         what = "plan made from another block list"
-        yield breach("I4", what, req_id=plan.req_id, before=planned, after=now)
+        yield breach("I4", what, req_id=plan.req_id, before=ints(plan.blocks), after=blocks)
+
+
+def i4_apart(view: StateView, plan: Plan) -> Iterator[Breach]:
+    """No plan of the same request is in flight, be it only for copies that nobody waits for."""
+    if any(flight.req_id == plan.req_id for flight in view.flights):
+        yield breach("I4", "a plan of the request is in flight already", req_id=plan.req_id)
+
+
+def i4_end(view: StateView, plan: Plan) -> Iterator[Breach]:
+    """While the plan is in flight, tokens are appended at the physical end: its targets in owned
+    blocks lie before that end, the blocks it releases before the block that the end is in, and the
+    block list keeps its order."""
+    request, size = view.requests[plan.req_id], view.pool.block_size
+    if plan.order:
+        yield breach("I4", "a plan in flight keeps the order of blocks", req_id=plan.req_id)
+    index = {block: i for i, block in enumerate(ints(request.blocks))}
+    for move in plan.moves:
+        block, offset = divmod(move.dst, size)
+        if block in index and index[block] * size + offset >= request.physical_len:
+            what = "target lies at or behind the physical end"
+            yield breach("I4", what, req_id=plan.req_id, token_id=move.token_id, slot=move.dst)
+    for block in ints(plan.released):
+        if block in index and index[block] >= request.physical_len // size:
+            what = f"released block {block} is where new tokens go"
+            yield breach("I4", what, req_id=plan.req_id)
 
 
 def i4_sources(view: StateView, plan: Plan) -> Iterator[Breach]:
@@ -56,9 +108,11 @@ def i4_sources(view: StateView, plan: Plan) -> Iterator[Breach]:
 
 
 def i4_targets(view: StateView, plan: Plan) -> Iterator[Breach]:
-    """Each target is a slot without a live token, in an owned or a headroom block, once."""
+    """Each target is a slot without a live token, in an owned or a headroom block, once, and no
+    plan in flight copies from or to it."""
     live = live_slots(view.requests[plan.req_id])
     allowed = {*ints(view.requests[plan.req_id].blocks), *ints(view.pool.headroom)}
+    flying = slots_in_flight(view)
     seen: set[int] = set()
     for move in plan.moves:
         block = move.dst // view.pool.block_size
@@ -68,6 +122,8 @@ def i4_targets(view: StateView, plan: Plan) -> Iterator[Breach]:
             what = f"target block {block} is neither owned nor headroom"
         elif move.dst in live:
             what = f"target is the slot of live token {live[move.dst]}"
+        elif move.dst in flying:
+            what = f"target is a slot of request {flying[move.dst]!r}'s plan in flight"
         elif move.dst in seen:
             what = "target is used twice"
         else:
@@ -114,13 +170,13 @@ def i4_order(view: StateView, plan: Plan) -> Iterator[Breach]:
 
 
 def blocks_after(view: StateView, plan: Plan) -> list[int]:
-    """The block list after `plan`, in the old order: drawn headroom joins at the end."""
-    size, headroom = view.pool.block_size, set(ints(view.pool.headroom))
+    """The block list after `plan`: drawn headroom, then the blocks that stay, in the old order. So
+    the block with the physical end stays last."""
+    size = view.pool.block_size
+    owned, released = ints(plan.blocks), set(ints(plan.released))
     drawn = dict.fromkeys(move.dst // size for move in plan.moves)
-    owned = ints(view.requests[plan.req_id].blocks)
-    released = set(ints(plan.released))
-    joined = owned + [block for block in drawn if block in headroom]
-    return [block for block in joined if block not in released]
+    joined = [block for block in drawn if block not in owned]
+    return [*joined, *(block for block in owned if block not in released)]
 
 
 def i4_gain(view: StateView, plan: Plan) -> Iterator[Breach]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .view import NO_SLOT
+from .view import NO_SLOT, Plan
 
 
 class Payload(NamedTuple):
@@ -58,6 +59,29 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
+class Flight:
+    """A plan in flight (see `FlightView`). `copied` are the indices of the moves that happened."""
+
+    plan: Plan
+    copied: frozenset[int] = frozenset()
+    waited: bool = False
+    aborted: bool = False
+
+    @property
+    def req_id(self) -> str:
+        return self.plan.req_id
+
+    def touched(self, *, block_size: int) -> frozenset[int]:
+        """Blocks that its copies read or write."""
+        return frozenset(s // block_size for move in self.plan.moves for s in (move.src, move.dst))
+
+    def drawn(self, *, block_size: int) -> frozenset[int]:
+        """Headroom blocks among its targets."""
+        targets = frozenset(move.dst // block_size for move in self.plan.moves)
+        return targets.difference(self.plan.blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolState:
     """The pool of blocks (see `PoolView`). `refs` holds one count per block."""
 
@@ -76,10 +100,15 @@ class PoolState:
         return block in self.cached
 
     def taken(self, blocks: Iterable[int]) -> PoolState:
-        """One more reference to each of `blocks`, which leave the free set and the headroom."""
+        """One more reference to each of `blocks`, wherever they were."""
         mine = frozenset(blocks)
-        refs = tuple(count + (block in mine) for block, count in enumerate(self.refs))
-        return replace(self, refs=refs, free=self.free - mine, headroom=self.headroom - mine)
+        return replace(
+            self,
+            refs=tuple(count + (block in mine) for block, count in enumerate(self.refs)),
+            free=self.free - mine,
+            headroom=self.headroom - mine,
+            held=self.held - mine,
+        )
 
     def given_back(self, blocks: Iterable[int]) -> PoolState:
         """One reference fewer to each of `blocks`; without references a block is free."""
@@ -87,14 +116,24 @@ class PoolState:
         refs = tuple(count - (block in mine) for block, count in enumerate(self.refs))
         return replace(self, refs=refs, free=self.free.union(b for b in mine if refs[b] == 0))
 
+    def fenced(self, touched: frozenset[int], drawn: frozenset[int]) -> PoolState:
+        """Free blocks that a copy may still touch are held; held ones that nothing needs any more,
+        neither as `touched` nor as `drawn`, are free."""
+        loose = self.free | self.held
+        held = loose & (touched | drawn)
+        return self if held == self.held else replace(self, free=loose - held, held=held)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class State:
-    """The whole model. `tables` are sorted by request id."""
+    """The whole model. `tables` and `flights` are sorted by request id; `preempted` are the
+    requests that will come back."""
 
     pool: PoolState
     tables: tuple[RequestState, ...]
     memory: Memory
+    flights: tuple[Flight, ...] = ()
+    preempted: frozenset[str] = frozenset()
 
     @staticmethod
     def initial(*, num_blocks: int, block_size: int, headroom: Iterable[int] = ()) -> State:
@@ -107,21 +146,47 @@ class State:
         pool = PoolState(num_blocks, block_size, blocks - spare, spare, empty, empty, refs)
         return State(pool, (), (None,) * (num_blocks * block_size))
 
-    @property
+    @cached_property
     def requests(self) -> Mapping[str, RequestState]:
         return MappingProxyType({table.req_id: table for table in self.tables})
 
+    def flight(self, req_id: str) -> Flight | None:
+        return next((flight for flight in self.flights if flight.req_id == req_id), None)
+
+    def with_flight(self, req_id: str, flight: Flight | None) -> State:
+        """This state with the request's plan in flight replaced, or removed."""
+        others = [other for other in self.flights if other.req_id != req_id]
+        mine = [] if flight is None else [flight]
+        flights = tuple(sorted(others + mine, key=lambda one: one.req_id))
+        return replace(self, flights=flights)
+
     def settled(
-        self, *, pool: PoolState, memory: Memory, table: RequestState | None = None
+        self,
+        *,
+        pool: PoolState | None = None,
+        memory: Memory | None = None,
+        table: RequestState | None = None,
     ) -> State:
-        """This state with a new pool and memory, and `table` put in; what nobody can reach any
-        more is forgotten."""
-        tables = dict(self.requests)
+        """This state with another pool and memory, and `table` put in; blocks that a copy may
+        still touch are held, and what nobody can reach any more is forgotten."""
+        pool, memory = pool or self.pool, memory or self.memory
+        tables = self.tables
         if table is not None:
-            tables[table.req_id] = table
-        reachable = tuple(
-            payload if pool.refs[block] or block in pool.cached else None
-            for slot, payload in enumerate(memory)
-            for block in (slot // pool.block_size,)
-        )
-        return State(pool, tuple(tables[req_id] for req_id in sorted(tables)), reachable)
+            others = [other for other in tables if other.req_id != table.req_id]
+            tables = tuple(sorted([*others, table], key=lambda one: one.req_id))
+        size, none = pool.block_size, frozenset[int]()
+        waiting = [f.touched(block_size=size) for f in self.flights if not f.waited]
+        drawn = [f.drawn(block_size=size) for f in self.flights]
+        pool = pool.fenced(none.union(*waiting), none.union(*drawn))
+        gone = forgotten(pool) - forgotten(self.pool)
+        if gone:
+            kept = list(memory)
+            for block in gone:
+                kept[block * size : (block + 1) * size] = (None,) * size
+            memory = tuple(kept)
+        return State(pool, tables, memory, self.flights, self.preempted)
+
+
+def forgotten(pool: PoolState) -> frozenset[int]:
+    """Blocks whose content nobody can reach."""
+    return (pool.free | pool.headroom) - pool.cached

@@ -72,45 +72,14 @@ class PoolView(Protocol):
 
     @property
     def held(self) -> Collection[int]:
-        """Blocks that a plan in flight keeps from everybody else."""
+        """Blocks that a plan in flight keeps from everybody else: headroom that it draws, and
+        blocks without an owner that its copies may still touch."""
 
     def ref_count(self, block: int) -> int:
         """References to `block`, 0 when free; more than 1 means shared."""
 
     def is_cached(self, block: int) -> bool:
         """Whether `block` can be hit through the prefix cache (it is hashed)."""
-
-
-class StateView(Protocol):
-    """Everything the laws may look at."""
-
-    @property
-    def pool(self) -> PoolView: ...
-
-    @property
-    def requests(self) -> Mapping[str, RequestView]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSet:
-    """What attention is given for one request in one step.
-
-    `slots` are in the order attention is given them; `query_positions` are the logical
-    positions of the tokens computed in this step.
-    """
-
-    req_id: str
-    slots: Sequence[int]
-    query_positions: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One new K/V entry written by a step (a copy made by a plan is a `Move`)."""
-
-    req_id: str
-    token_id: int
-    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +109,56 @@ class Plan:
     released: tuple[int, ...]
     purpose: Literal["dense", "reclaim"]
     order: tuple[int, ...] = ()
+
+
+class FlightView(Protocol):
+    """A plan whose copies have been given to the copy stream and that is not committed yet, or
+    that was aborted and whose copies may still be running."""
+
+    @property
+    def req_id(self) -> str: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def waited(self) -> bool:
+        """Whether everything the compute stream does from now on comes after the copies."""
+
+    @property
+    def aborted(self) -> bool: ...
+
+
+class StateView(Protocol):
+    """Everything the laws may look at."""
+
+    @property
+    def pool(self) -> PoolView: ...
+
+    @property
+    def requests(self) -> Mapping[str, RequestView]: ...
+
+    @property
+    def flights(self) -> Sequence[FlightView]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSet:
+    """What attention is given for one request in one step.
+
+    `slots` are in the order attention is given them; `query_positions` are the logical
+    positions of the tokens computed in this step.
+    """
+
+    req_id: str
+    slots: Sequence[int]
+    query_positions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One new K/V entry written by a step (a copy made by a plan is a `Move`)."""
+
+    req_id: str
+    token_id: int
+    slot: int

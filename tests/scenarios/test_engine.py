@@ -368,7 +368,7 @@ def test_a_request_scheduled_and_preempted_in_one_step_takes_its_plan_along(
     def watch(*args: Any) -> Any:
         output = schedule(*args)
         step = metadata_of(output)
-        for change in () if step is None else step.changes:
+        for change in () if step is None else step.orders.changes:
             told.add(change.req_id.split("-")[0])
             assert change.req_id in scheduler.vtoken.tables, "a dropped plan reaches the worker"
         return output

@@ -107,7 +107,7 @@ class Watch:
     def _note_targets(self, output: Any) -> None:
         step = metadata_of(output)
         pool = self._engine.scheduler.kv_cache_manager.block_pool.blocks
-        for change in () if step is None else step.changes:
+        for change in () if step is None else step.orders.changes:
             for number in set((change.targets // BLOCK).tolist()):
                 self.targets.add(number)
                 if pool[number].ref_cnt > 1 or pool[number].block_hash is not None:

@@ -322,7 +322,10 @@ FAULTS = [
     Fault("V not copied", "I1", 2, copy_keys_only, "payload changed", token_id=10),
     Fault("nothing copied", "I1", 2, copy_nothing, "payload changed", token_id=10),
     Fault("value overwritten", "I1", 3, overwrite_a_value, "payload changed", token_id=6),
-    Fault("table unlike the model", "I1", 3, drift_from_the_model, "live differ", mode="off"),
+    Fault(
+        "table unlike the model", "L6", 3, drift_from_the_model, "foreign slot", req_id=None,
+        mode="off",
+    ),
 ]  # fmt: skip
 
 AT_LEVELS = [(fault, level) for fault in FAULTS for level in range(fault.level, 4)]

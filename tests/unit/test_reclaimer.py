@@ -57,7 +57,7 @@ def test_without_reclamation_nothing_is_recycled(pool: FakePool) -> None:
     reclaimer.evict("a", ids(1))
     reclaimer.prepare("a", pending=1)
     assert reclaimer.physical_need("a", 12) == 12
-    assert reclaimer.take_changes() == []
+    assert reclaimer.take_orders().changes == []
     assert reclaimer.counters.recycled == 0
 
 
@@ -65,10 +65,10 @@ def test_changes_are_handed_out_once(pool: FakePool) -> None:
     reclaimer = serving(pool)
     reclaimer.evict("a", ids(0, 1, 2, 3))
     reclaimer.prepare("a", pending=5)
-    (change,) = reclaimer.take_changes()
+    (change,) = reclaimer.take_orders().changes
     assert change.blocks == pool.lists["a"] == reclaimer.tables["a"].blocks.tolist()
     assert len(change.dropped) == 1
-    assert reclaimer.take_changes() == []
+    assert reclaimer.take_orders().changes == []
 
 
 @pytest.mark.parametrize("returns", [False, True])
@@ -83,7 +83,7 @@ def test_a_late_plan_of_a_request_that_left_is_dropped(pool: FakePool, returns: 
     if returns:
         assert pool.extend("a", 1)
         reclaimer.schedule("a", pool.lists["a"], 3)
-    assert reclaimer.take_changes() == []
+    assert reclaimer.take_orders().changes == []
     assert reclaimer.physical_need("a", 4) == 4
     assert reclaimer.counters.as_dict() == before
     reclaimer.drop("a")
@@ -96,11 +96,11 @@ def test_counters_say_what_happened(pool: FakePool) -> None:
     reclaimer.evict("a", ids(1))
     reclaimer.prepare("a", pending=1)
     reclaimer.schedule("a", [], 12)
-    reclaimer.take_changes()
+    reclaimer.take_orders().changes
     reclaimer.end_step()
     reclaimer.evict("a", ids(4, 5, 6))
     reclaimer.prepare("a", pending=1)
-    (change,) = reclaimer.take_changes()
+    (change,) = reclaimer.take_orders().changes
     assert change.token_ids.tolist() == [7]  # alone in its block, where the next token goes
     assert reclaimer.counters.as_dict() == {
         "evicted": 4,
@@ -108,5 +108,6 @@ def test_counters_say_what_happened(pool: FakePool) -> None:
         "moved": 1,
         "released_blocks": 0,
         "plans": 1,
+        "aborted_plans": 0,
         "recomputed_requests": 0,
     }

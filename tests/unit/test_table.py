@@ -101,7 +101,7 @@ def test_evicting_one_by_one_equals_evicting_in_bulk() -> None:
         one.evict_token("a", token)
     bulk.evict_tokens("a", victims)
     left, right = full(one["a"]), full(bulk["a"])
-    assert (left.pop("version"), right.pop("version")) == (6, 1)
+    assert (left.pop("version"), right.pop("version")) == (0, 0)  # where tokens lie is the same
     assert left == right
 
 

@@ -100,9 +100,9 @@ def test_a_wrong_choice_is_the_first_divergence(
 @pytest.mark.parametrize(
     ("line", "text", "complaint"),
     [
-        (1, '{"vtoken_trace": 2, "block_size": 4, "num_blocks": 8}', "schema 2"),
+        (1, '{"vtoken_trace": 1, "block_size": 4, "num_blocks": 8}', "schema 1"),
         (1, '{"block_size": 4}', "not the header"),
-        (1, '{"vtoken_trace": 1, "block_size": 0, "num_blocks": 8}', "block_size"),
+        (1, '{"vtoken_trace": 2, "block_size": 0, "num_blocks": 8}', "block_size"),
         (2, '{"event": "explode", "req": "a", "post": {}}', "unknown event 'explode'"),
         (2, '{"event": "append", "req": "a", "slots": [[4, 1], [4, 1]], "post": {}}', "twice"),
         (2, '{"event": "append", "req": "a", "slots": [[4, 1000000000]], "post": {}}', "more than"),

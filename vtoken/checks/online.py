@@ -22,7 +22,9 @@ from vtoken.checks import fast
 from vtoken.checks.judge import LawCounts, judge, screened
 from vtoken.checks.shadow import Shadow
 from vtoken.core.arrays import IntArray
-from vtoken.core.observer import LayoutChange
+from vtoken.core.background import Background
+from vtoken.core.flight import Flight
+from vtoken.core.layout import LayoutChange, StepLayout
 from vtoken.core.planner import DensePlan
 from vtoken.core.request_table import RequestTable
 from vtoken.errors import InvariantViolation
@@ -47,10 +49,15 @@ class OnlineChecker:
         self._references: dict[int, int] = {}
         self._touched: dict[str, RequestTable] = {}
         self._step = 0
+        self._background: Background | None = None
+        self._overdue: dict[str, int] = {}
+        self._scheduled: dict[str, RequestTable] = {}
+        self._returned: set[str] = set()
 
-    def bind(self, view: spec.StateView) -> None:
-        """Set the view that the laws read; before the first event."""
+    def bind(self, view: spec.StateView, *, background: Background | None = None) -> None:
+        """Set the view that the laws read, and whose progress L10 awaits; before any event."""
         self._view = view
+        self._background = background
         if self.level >= 3:
             self._shadow = Shadow(view.pool)
 
@@ -102,6 +109,8 @@ class OnlineChecker:
 
     def reclaimed(self, table: RequestTable, change: LayoutChange) -> None:
         self._touch(table)
+        if change.dropped:
+            self._returned.add(table.req_id)
         for block in change.dropped:
             self._unreference(table.req_id, block)
         if self._shadow is not None:
@@ -150,7 +159,7 @@ class OnlineChecker:
     def appended(
         self,
         table: RequestTable,
-        slots: IntArray,
+        layout: StepLayout,
         new_blocks: Sequence[int],
         adopted: int,
         *,
@@ -158,18 +167,58 @@ class OnlineChecker:
     ) -> None:
         for block in new_blocks:
             self._references[block] = self._references.get(block, 0) + 1
+        self._scheduled[table.req_id] = table
         if new_blocks or recycled:
             self._touch(table)
         self._check_counters(table)
         if self._shadow is not None:
-            self._shadow.appended(table, slots, new_blocks, adopted, recycled=recycled)
+            self._shadow.appended(table, layout, new_blocks, adopted, recycled=recycled)
 
-    def dropped(self, table: RequestTable) -> None:
+    def dropped(self, table: RequestTable, *, preempted: bool) -> None:
         for block in table.blocks.tolist():
             self._unreference(table.req_id, block)
         self._touched.pop(table.req_id, None)
+        self._overdue.pop(table.req_id, None)
+        self._scheduled.pop(table.req_id, None)
         if self._shadow is not None:
-            self._shadow.dropped(table)
+            self._shadow.dropped(table, preempted=preempted)
+
+    # ------------------------------------------------------------------ plans in flight
+
+    def reserved(self, blocks: Sequence[int]) -> None:
+        if self._shadow is not None:
+            self._shadow.reserved(blocks)
+
+    def unreserved(self, blocks: Sequence[int]) -> None:
+        if self._shadow is not None:
+            self._shadow.unreserved(blocks)
+
+    def prepared(self, table: RequestTable, flight: Flight) -> None:
+        """I4, before anything of the plan is done."""
+        self._counts.add("I4")
+        version = table.version
+        judge(spec.i4_planning(self._view, flight.plan, version=version, in_flight=True))
+        if self._shadow is not None:
+            self._shadow.prepared(flight)
+
+    def landing(self, table: RequestTable, flight: Flight) -> None:
+        """I4 again, before the table switches."""
+        self._counts.add("I4")
+        judge(spec.i4_commit(self._view, flight, version=table.version))
+
+    def committed(self, table: RequestTable, flight: Flight, change: LayoutChange) -> None:
+        self._touch(table)
+        self._returned.add(table.req_id)
+        for block in flight.moves.drawn:
+            self._references[block] = self._references.get(block, 0) + 1
+        for block in change.dropped:
+            self._unreference(table.req_id, block)
+        if self._shadow is not None:
+            self._shadow.committed(flight)
+
+    def aborted(self, flight: Flight) -> None:
+        if self._shadow is not None:
+            self._shadow.aborted(flight)
 
     # ------------------------------------------------------------------ steps
 
@@ -197,8 +246,26 @@ class OnlineChecker:
                 self._scan_request(table)
         if self._shadow is not None:
             self._shadow.compare(self._view)
+        if self.level >= 3 and self._background is not None:
+            self._check_progress(self._background)
         self._touched.clear()
+        self._scheduled.clear()
         self._step += 1
+
+    def _check_progress(self, background: Background) -> None:
+        """L10, for the requests of this step: they had their turn before it."""
+        for req_id, table in self._scheduled.items():
+            waits = background.is_eligible(table) and req_id not in background.flights
+            came_back = req_id in self._returned
+            if waits and not came_back and spec.reclaimable_blocks(self._view, table) > 0:
+                self._overdue[req_id] = self._overdue.get(req_id, 0) + 1
+            else:
+                self._overdue.pop(req_id, None)
+        self._returned.clear()
+        # Everybody may need two turns: one behind those left out before, one behind the others.
+        bound = 2 * len(self._view.requests) + background.params.commit_delay + 2
+        self._counts.add("L10", len(self._scheduled))
+        judge(spec.l10_progress(self._view, self._overdue, bound=bound))
 
     def _check_all(self) -> None:
         """Level 3: the spec's predicates themselves."""
@@ -206,6 +273,9 @@ class OnlineChecker:
         self._counts.add("I2", len(view.requests))
         judge(spec.i2_unique_mapping(view))
         judge(spec.l5_accounting(view))
+        if view.flights:
+            self._counts.add("L11")
+            judge(spec.l11_fence(view))
 
     def _scan(self) -> None:
         """Level 2, now and then: the fast forms over everything."""

@@ -6,12 +6,14 @@ differs afterwards, is a violation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import vtoken_spec as spec
 from vtoken.checks.follower import Follower
 from vtoken.core.arrays import IntArray
-from vtoken.core.observer import LayoutChange
+from vtoken.core.flight import Flight
+from vtoken.core.layout import LayoutChange, StepLayout
 from vtoken.core.request_table import RequestTable
 from vtoken.errors import InvariantViolation
 
@@ -36,6 +38,11 @@ class Shadow:
     def events(self) -> int:
         return self._follower.events
 
+    @property
+    def kinds(self) -> Counter[str]:
+        """Events the model accepted, by kind."""
+        return self._follower.kinds
+
     # ------------------------------------------------------------------ events
 
     def evicted(self, table: RequestTable, token_ids: IntArray) -> None:
@@ -53,22 +60,48 @@ class Shadow:
     def appended(
         self,
         table: RequestTable,
-        slots: IntArray,
+        layout: StepLayout,
         new_blocks: Sequence[int],
         adopted: int,
         *,
         recycled: bool,
     ) -> None:
         self._look_at_cache()
+        slots: list[int] = layout.new_slots.tolist()
         if recycled:
-            self._follower.recycle(table.req_id, int(slots[0]), new_blocks)
+            self._follower.recycle(table.req_id, slots[0], new_blocks)
         else:
-            self._follower.append(table.req_id, slots.tolist(), new_blocks, adopted)
+            self._follower.append(table.req_id, slots, new_blocks, adopted)
         self._follower.settle_cache()
+        reads: list[int] = layout.reads(table).tolist()
+        self._follower.attend(table.req_id, reads, len(slots) - adopted)
 
-    def dropped(self, table: RequestTable) -> None:
+    def reserved(self, blocks: Sequence[int]) -> None:
         self._look_at_cache()
-        self._follower.finish(table.req_id)
+        self._follower.reserve(blocks)
+
+    def unreserved(self, blocks: Sequence[int]) -> None:
+        self._follower.unreserve(blocks)
+
+    def prepared(self, flight: Flight) -> None:
+        self._look_at_cache()
+        plan = flight.plan
+        moves = [(move.token_id, move.src, move.dst) for move in plan.moves]
+        self._follower.prepare(flight.req_id, moves, plan.released)
+
+    def committed(self, flight: Flight) -> None:
+        self._look_at_cache()
+        self._follower.commit(flight.req_id)
+
+    def aborted(self, flight: Flight) -> None:
+        self._follower.abort(flight.req_id)
+
+    def dropped(self, table: RequestTable, *, preempted: bool) -> None:
+        self._look_at_cache()
+        if preempted:
+            self._follower.preempt(table.req_id)
+        else:
+            self._follower.finish(table.req_id)
 
     def _look_at_cache(self) -> None:
         now = {b for b in range(1, self._pool.num_blocks) if self._pool.is_cached(b)}
@@ -96,9 +129,13 @@ class Shadow:
                     self._differ(law, req_id, name, want, have)
             if model.physical_len != real.physical_len:
                 self._differ("I2", req_id, "physical length", model.physical_len, real.physical_len)
-        free = {int(b) for b in view.pool.free}
-        if state.pool.free != free:
-            self._differ("L5", None, "free blocks", sorted(state.pool.free), sorted(free))
+        for name in ("free", "headroom", "held"):
+            want, have = getattr(state.pool, name), {int(b) for b in getattr(view.pool, name)}
+            if want != have:
+                self._differ("L5", None, f"{name} blocks", sorted(want), sorted(have))
+        flying = [flight.req_id for flight in state.flights]
+        if flying != sorted(flight.req_id for flight in view.flights):
+            self._differ("I4", None, "plans in flight", flying, list(view.flights))
         for block, count in enumerate(state.pool.refs):
             if block != spec.NULL_BLOCK and count != view.pool.ref_count(block):
                 what = f"references to block {block}"

@@ -19,7 +19,7 @@ import vtoken_spec as spec
 from vtoken.checks import fast
 from vtoken.checks.judge import LawCounts, judge, screened
 from vtoken.core.arrays import TableSnapshot
-from vtoken.core.observer import LayoutChange
+from vtoken.core.layout import CopyOrder, LayoutChange
 from vtoken.errors import InvariantViolation
 from vtoken.kv.digests import payload_digests
 from vtoken.kv.layouts import KVLayout
@@ -41,6 +41,7 @@ class WorkerChecker:
         self._layout = layout
         self._counts = LawCounts()
         self._before: dict[str, dict[int, bytes]] = {}
+        self._flying: dict[int, dict[int, bytes]] = {}
         self._seen: dict[str, tuple[int, dict[int, bytes]]] = {}
 
     @property
@@ -72,6 +73,27 @@ class WorkerChecker:
             judge(spec.i1_conservation(self._before[change.req_id], after, req_id=change.req_id))
             self._counts.add("I1", len(after))
         self._before = {}
+
+    def launching(self, order: CopyOrder) -> None:
+        """Digest what a plan is going to copy beside the steps."""
+        self._flying[order.flight] = self._digests(order.token_ids, order.sources)
+
+    def landed(self, change: LayoutChange) -> None:
+        """I1 for a plan that is committed, behind the wait for its copies: each token that moves
+        has the bytes that it had when the copies were started.
+
+        Raises:
+            InvariantViolation
+        """
+        before = self._flying.pop(change.flight)
+        after = self._digests(change.token_ids, change.targets)
+        kept = {token: before[token] for token in after}
+        judge(spec.i1_conservation(kept, after, req_id=change.req_id))
+        self._counts.add("I1", len(after))
+
+    def dropped_flight(self, flight: int) -> None:
+        """The plan was aborted."""
+        self._flying.pop(flight, None)
 
     def _digests(self, token_ids: Ints, slots: Ints) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -182,6 +204,8 @@ class _OneRequest:
     """A `StateView` of one request; L6 reads nothing of the pool."""
 
     pool: spec.PoolView
+
+    flights: tuple[spec.FlightView, ...] = ()
 
     def __init__(self, table: TableSnapshot) -> None:
         self.requests = {table.req_id: table}

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from vtoken.core.arrays import IntArray
+from vtoken.core.flight import Flight
+from vtoken.core.layout import LayoutChange, StepLayout
 from vtoken.core.planner import DensePlan
 from vtoken.core.request_table import RequestTable
-
-
-@dataclass(frozen=True)
-class LayoutChange:
-    """One request's structural change in one step, as the worker needs it.
-
-    Attributes:
-        token_ids, sources, targets: the moves, in slots; int32 `[n]` each.
-        blocks: the whole block list after the change and before this step's new blocks.
-        dropped: blocks the request gave back.
-        trimmed: whether the physical end was also cut back to the last live token.
-    """
-
-    req_id: str
-    token_ids: IntArray
-    sources: IntArray
-    targets: IntArray
-    blocks: list[int]
-    dropped: list[int]
-    trimmed: bool
-
-    @property
-    def only_released(self) -> bool:
-        """Whole blocks went back; nothing moved and the physical end was not cut."""
-        return len(self.token_ids) == 0 and len(self.dropped) > 0 and not self.trimmed
 
 
 class Observer(Protocol):
@@ -50,14 +26,26 @@ class Observer(Protocol):
     def appended(
         self,
         table: RequestTable,
-        slots: IntArray,
+        layout: StepLayout,
         new_blocks: Sequence[int],
         adopted: int,
         *,
         recycled: bool,
     ) -> None: ...
 
-    def dropped(self, table: RequestTable) -> None: ...
+    def reserved(self, blocks: Sequence[int]) -> None: ...
+
+    def unreserved(self, blocks: Sequence[int]) -> None: ...
+
+    def prepared(self, table: RequestTable, flight: Flight) -> None: ...
+
+    def landing(self, table: RequestTable, flight: Flight) -> None: ...
+
+    def committed(self, table: RequestTable, flight: Flight, change: LayoutChange) -> None: ...
+
+    def aborted(self, flight: Flight) -> None: ...
+
+    def dropped(self, table: RequestTable, *, preempted: bool) -> None: ...
 
 
 class Observers:
@@ -88,15 +76,39 @@ class Observers:
     def appended(
         self,
         table: RequestTable,
-        slots: IntArray,
+        layout: StepLayout,
         new_blocks: Sequence[int],
         adopted: int,
         *,
         recycled: bool,
     ) -> None:
         for observer in self._observers:
-            observer.appended(table, slots, new_blocks, adopted, recycled=recycled)
+            observer.appended(table, layout, new_blocks, adopted, recycled=recycled)
 
-    def dropped(self, table: RequestTable) -> None:
+    def reserved(self, blocks: Sequence[int]) -> None:
         for observer in self._observers:
-            observer.dropped(table)
+            observer.reserved(blocks)
+
+    def unreserved(self, blocks: Sequence[int]) -> None:
+        for observer in self._observers:
+            observer.unreserved(blocks)
+
+    def prepared(self, table: RequestTable, flight: Flight) -> None:
+        for observer in self._observers:
+            observer.prepared(table, flight)
+
+    def landing(self, table: RequestTable, flight: Flight) -> None:
+        for observer in self._observers:
+            observer.landing(table, flight)
+
+    def committed(self, table: RequestTable, flight: Flight, change: LayoutChange) -> None:
+        for observer in self._observers:
+            observer.committed(table, flight, change)
+
+    def aborted(self, flight: Flight) -> None:
+        for observer in self._observers:
+            observer.aborted(flight)
+
+    def dropped(self, table: RequestTable, *, preempted: bool) -> None:
+        for observer in self._observers:
+            observer.dropped(table, preempted=preempted)

@@ -2,17 +2,21 @@
 
 One `Reclaimer` per scheduler. Within a step, in this order:
 
-1. `evict` marks a request's victims dead;
-2. `prepare` reclaims: slot recycling, whole-block release and tail fill (`eager`), or
-   whole-block release alone (`off`). Freed blocks are back in the pool before vLLM allocates;
-3. vLLM's own scheduler runs and asks `physical_need` how many positions a request needs;
-4. `schedule` registers the tokens that were really scheduled;
-5. `take_changes` hands the worker what changed, `end_step` closes the step.
+1. `begin_step` sets headroom aside (`background`);
+2. `evict` marks a request's victims dead;
+3. `prepare` reclaims: slot recycling, whole-block release and tail fill (`eager`), whole-block
+   release alone (`off`), or release, recycling and the plans in flight (`background`). Freed
+   blocks are back in the pool before vLLM allocates;
+4. vLLM's own scheduler runs and asks `physical_need` how many positions a request needs;
+5. `schedule` registers the tokens that were really scheduled;
+6. `take_orders` hands the worker what changed, `end_step` closes the step.
 
 Every structural change is complete before vLLM allocates a block in the same step, so blocks
 that two plans touch are disjoint. The worker executes steps in order and copies at the start
 of a step, before any KV write of that step: a block freed here is written by its next owner
-only after the copies out of it (L11 for copies in step order).
+only after the copies out of it (L11 for copies in step order). Copies in flight are waited for at
+the start of the step that commits or aborts them, so the same holds for the blocks they touch:
+whoever gets one in that step, or later, writes it behind the wait.
 """
 
 from __future__ import annotations
@@ -25,8 +29,11 @@ from typing import Protocol
 import numpy as np
 
 from vtoken.core.arrays import BoolArray, IntArray
+from vtoken.core.background import Background, BackgroundParams
+from vtoken.core.flight import Flight
+from vtoken.core.layout import NO_FLIGHT, CopyOrder, LayoutChange, StepLayout, StepOrders
 from vtoken.core.meter import BlockMeter
-from vtoken.core.observer import LayoutChange, Observer
+from vtoken.core.observer import Observer
 from vtoken.core.planner import plan_dense, plan_release
 from vtoken.core.request_table import RequestTable
 from vtoken.core.table import TokenTable
@@ -40,10 +47,12 @@ class ReclaimMode(StrEnum):
 
     off: "naive": dead tokens are not seen; a block returns only when all its tokens are dead.
     eager: holes are recycled or closed before the next attention.
+    background: holes may stay for several steps; relocation runs beside the steps.
     """
 
     OFF = "off"
     EAGER = "eager"
+    BACKGROUND = "background"
 
 
 class PoolPort(Protocol):
@@ -55,27 +64,17 @@ class PoolPort(Protocol):
     def uncache(self, blocks: IntArray) -> None:
         """Take these private blocks out of the prefix cache, before they are written."""
 
-    def set_blocks(self, req_id: str, keep: Sequence[int], dropped: Sequence[int]) -> None:
-        """Make `keep` the request's block list and return its reference to `dropped`."""
+    def set_blocks(
+        self, req_id: str, keep: Sequence[int], dropped: Sequence[int], joined: Sequence[int] = ()
+    ) -> None:
+        """Make `keep` the request's block list and return its reference to `dropped`; `joined`
+        are the blocks in `keep` that were reserved until now."""
 
+    def reserve(self, count: int) -> list[int]:
+        """Take up to `count` blocks out of the pool, uncached, and keep them for the backend."""
 
-@dataclass
-class StepLayout:
-    """How one scheduled request's tokens lie in a step.
-
-    Attributes:
-        reclaimed: logical length minus physical length, after the step's tokens.
-        live_slots: slots of all live tokens in logical order when holes are left before the
-            physical end (the gather view), else None (the dense view); int32.
-        num_live: how many slots attention has to read, the step's tokens included.
-        new_slots: where the step's tokens are written, in logical order; int32. Those that a
-            new request adopts from the prefix cache come first and are not written.
-    """
-
-    reclaimed: int
-    num_live: int
-    new_slots: IntArray
-    live_slots: IntArray | None = None
+    def unreserve(self, blocks: Sequence[int]) -> None:
+        """Return reserved blocks to the pool."""
 
 
 @dataclass
@@ -87,6 +86,7 @@ class ReclaimCounters:
     moved: int = 0
     released_blocks: int = 0
     plans: int = 0
+    aborted_plans: int = 0
     recomputed_requests: int = field(default=0)
 
     def as_dict(self) -> dict[str, int]:
@@ -94,13 +94,17 @@ class ReclaimCounters:
 
 
 class Reclaimer:
-    """Token tables plus the `off` and `eager` modes of reclamation.
+    """Token tables plus the three modes of reclamation.
 
     Args:
         block_size: tokens per block.
         mode: see `ReclaimMode`.
         pool: the block allocator.
         observer: online checks, or None.
+        background: parameters of that mode.
+
+    Raises:
+        Rejected: a parameter cannot work.
     """
 
     def __init__(
@@ -110,7 +114,12 @@ class Reclaimer:
         mode: ReclaimMode,
         pool: PoolPort,
         observer: Observer | None = None,
+        background: BackgroundParams | None = None,
     ) -> None:
+        self.background: Background | None = None
+        if mode is ReclaimMode.BACKGROUND:
+            params = background or BackgroundParams()
+            self.background = Background(params, block_size=block_size)
         self.tables = TokenTable(block_size)
         self.mode = mode
         self.counters = ReclaimCounters()
@@ -118,10 +127,35 @@ class Reclaimer:
         self.observer = observer
         self._pool = pool
         self._changes: dict[str, tuple[RequestTable, LayoutChange]] = {}
+        self._launches: list[CopyOrder] = []
+        self._waits: list[int] = []
         # Position of the hole that a request's next token takes; valid for this step only.
         self._holes: dict[str, int] = {}
 
+    @property
+    def flights(self) -> Sequence[Flight]:
+        """Plans in flight, as the laws see them."""
+        return () if self.background is None else list(self.background.flights.values())
+
     # ------------------------------------------------------------------ one step
+
+    def begin_step(self) -> None:
+        """Set headroom aside, or give it back where an allocation failed for want of a block."""
+        if self.background is None:
+            return
+        wanted, spare = self.background.begin_step(), self.background.headroom
+        if wanted > 0 and (blocks := self._pool.reserve(wanted)):
+            spare += blocks
+            if self.observer is not None:
+                self.observer.reserved(blocks)
+        elif wanted < 0:
+            self._unreserve(spare[wanted:])
+            del spare[wanted:]
+
+    def _unreserve(self, blocks: Sequence[int]) -> None:
+        self._pool.unreserve(blocks)
+        if self.observer is not None and blocks:
+            self.observer.unreserved(blocks)
 
     def evict(self, req_id: str, token_ids: IntArray) -> None:
         """Mark tokens dead from this step on. Raises `Rejected`; nothing changes then."""
@@ -147,9 +181,11 @@ class Reclaimer:
                 law="I4", message="a request is planned for twice in one step", req_id=req_id
             )
         self._holes.pop(req_id, None)
-        if table.num_holes == 0:
+        if self.background is not None:
+            self._reclaim_beside(table, self.background, recycle=pending == 1)
+        elif table.num_holes == 0:
             return
-        if self.mode is ReclaimMode.OFF:
+        elif self.mode is ReclaimMode.OFF:
             self._release_only(table)
         else:
             self._make_dense(table, recycle=pending == 1)
@@ -212,6 +248,89 @@ class Reclaimer:
         self._holes[table.req_id] = hole
         return True
 
+    # ------------------------------------------------------------------ plans in flight
+
+    def _reclaim_beside(self, table: RequestTable, flying: Background, *, recycle: bool) -> None:
+        """The background mode: while a plan is in flight, tokens are appended and evicted and
+        nothing else happens to the table."""
+        flight = flying.flights.get(table.req_id)
+        if flight is not None:
+            if flying.is_due(flight):
+                self._land(table, flight)
+            return
+        if table.num_holes == 0:
+            return
+        self._release_only(table)
+        # The worker is told of one structural change of a request in a step.
+        busy = flying.params.commit_delay == 0 and table.req_id in self._changes
+        if not busy and flying.is_eligible(table):
+            private = self._pool.private(table.blocks)
+            plan = flying.plan(table, private)
+            if plan is not None:
+                self._pool.uncache(np.array(plan.written, dtype=np.int32))
+                flight = flying.flight_of(table, plan)
+                if self.observer is not None:
+                    self.observer.prepared(table, flight)
+                flying.launch(flight)
+                self._launches.append(flight.copies)
+                self.counters.plans += 1
+                if flying.params.commit_delay == 0:
+                    self._land(table, flight)
+                return
+        if recycle and table.num_holes:
+            self._recycle_any_hole(table)
+
+    def _recycle_any_hole(self, table: RequestTable) -> None:
+        hole, size = table.recent_hole(), table.block_size
+        if not self._pool.private(table.blocks[hole // size : hole // size + 1])[0]:
+            holes = table.hole_positions()
+            holes = holes[self._pool.private(table.blocks)[holes // size]]
+            if len(holes) == 0:
+                return
+            hole = int(holes[0])
+        self._pool.uncache(table.blocks[hole // size : hole // size + 1])
+        self._holes[table.req_id] = hole
+
+    def _land(self, table: RequestTable, flight: Flight) -> None:
+        """Commit: switch the table to the plan, give back what it emptied."""
+        assert self.background is not None
+        if self.observer is not None:
+            self.observer.landing(table, flight)
+        self.background.land(table.req_id)
+        flight.waited = True
+        self._waits.append(flight.number)
+        plan, size = flight.moves, table.block_size
+        # A token evicted since stays where it was, a hole, and goes with its block.
+        still = table.live[plan.token_ids]
+        ids, sources, targets = plan.token_ids[still], plan.sources[still], plan.targets[still]
+        end = table.physical_len + (len(plan.drawn) - len(plan.released)) * size
+        table.join(plan.drawn)
+        table.move(ids, table.positions_of(targets))
+        # What was drawn comes first: the block with the physical end stays last.
+        count = table.num_blocks - len(plan.drawn)
+        kept = np.flatnonzero(~np.isin(table.blocks[:count], plan.released))
+        keep = np.concatenate([np.arange(count, table.num_blocks), kept]).astype(np.int32)
+        self._commit(table, ids, sources, targets, keep, end, trimmed=True, flight=flight)
+        self.counters.moved += len(ids)
+
+    def _abort(self, req_id: str) -> None:
+        """Take the request's plan out of flight for good; its copies are waited for at the start
+        of the next step that the worker hears of."""
+        flight = None if self.background is None else self.background.land(req_id)
+        if flight is None or self.background is None:
+            return
+        flight.aborted = flight.waited = True
+        started = [order for order in self._launches if order.flight != flight.number]
+        if len(started) == len(self._launches):
+            self._waits.append(flight.number)
+        self._launches = started  # what the worker has not heard of is not copied at all
+        self.counters.aborted_plans += 1
+        self.background.headroom += flight.moves.drawn
+        if self.observer is not None:
+            self.observer.aborted(flight)
+
+    # ------------------------------------------------------------------ structural changes
+
     def _commit(
         self,
         table: RequestTable,
@@ -222,14 +341,21 @@ class Reclaimer:
         physical_len: int,
         *,
         trimmed: bool,
+        flight: Flight | None = None,
     ) -> None:
         dropped = table.set_layout(keep, physical_len)
         blocks: list[int] = table.blocks.tolist()
-        self._pool.set_blocks(table.req_id, blocks, dropped)
+        joined = [] if flight is None else flight.moves.drawn
+        self._pool.set_blocks(table.req_id, blocks, dropped, joined)
         self.counters.released_blocks += len(dropped)
-        change = LayoutChange(table.req_id, token_ids, sources, targets, blocks, dropped, trimmed)
+        number = NO_FLIGHT if flight is None else flight.number
+        change = LayoutChange(
+            table.req_id, token_ids, sources, targets, blocks, dropped, trimmed, number
+        )
         self._changes[table.req_id] = (table, change)
-        if self.observer is not None:
+        if self.observer is not None and flight is not None:
+            self.observer.committed(table, flight, change)
+        elif self.observer is not None:
             self.observer.reclaimed(table, change)
 
     def physical_need(self, req_id: str, num_tokens: int) -> int:
@@ -271,29 +397,38 @@ class Reclaimer:
             layout.live_slots = table.live_slots()
         self.meter.update(table)
         if self.observer is not None:
-            self.observer.appended(table, slots, new_blocks, adopted, recycled=recycled)
+            self.observer.appended(table, layout, new_blocks, adopted, recycled=recycled)
         return layout
 
-    def take_changes(self) -> list[LayoutChange]:
-        """The step's structural changes, once; those of requests dropped since are left out."""
+    def take_orders(self) -> StepOrders:
+        """What the worker has to do, once; changes of requests dropped since are left out."""
         changes = [
             change
             for req_id, (table, change) in self._changes.items()
             if self.tables.get(req_id) is table
         ]
+        orders = StepOrders(self._launches, self._waits, changes)
         self._changes.clear()
-        return changes
+        self._launches, self._waits = [], []
+        return orders
 
-    def end_step(self) -> None:
-        """Close the step: holes of requests that were not scheduled are planned anew."""
+    def end_step(self, *, pressure: bool = False) -> None:
+        """Close the step: holes of requests that were not scheduled are planned anew.
+
+        Args:
+            pressure: whether an allocation failed in it for want of a block.
+        """
         self._holes.clear()
         self.meter.end_step()
+        if self.background is not None:
+            self.background.end_step(pressure=pressure)
 
-    def drop(self, req_id: str) -> None:
+    def drop(self, req_id: str, *, preempted: bool = False) -> None:
         """A request finished, was aborted or preempted: its table goes, its plan with it."""
+        self._abort(req_id)
         table = self.tables.drop(req_id)
         self._changes.pop(req_id, None)
         self._holes.pop(req_id, None)
         self.meter.drop(req_id)
         if table is not None and self.observer is not None:
-            self.observer.dropped(table)
+            self.observer.dropped(table, preempted=preempted)

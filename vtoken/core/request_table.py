@@ -32,7 +32,8 @@ class RequestTable:
         logical_len: number of tokens ever registered; the next id.
         physical_len: positions [0, physical_len) are in use: live tokens and holes.
         num_live: live tokens.
-        version: bumped by every structural change (eviction, moves, release, reorder).
+        version: bumped by every change to where known tokens lie (moves, release, reorder, a
+            recycled hole), but not by appends and evictions.
         evicted: whether any token of this request was ever evicted; prefix caching ends there.
         life: number of this table among all that `TokenTable` opened: a preempted request comes
             back under its old id with another one.
@@ -180,6 +181,16 @@ class RequestTable:
         index = np.flatnonzero(self.blocks == block)
         return -1 if len(index) == 0 else int(index[0]) * self.block_size + offset
 
+    def positions_of(self, slots: IntArray) -> IntArray:
+        """`position_of_slot` of many slots, int32; -1 where the block is not owned."""
+        block, offset = np.divmod(slots, np.int32(self.block_size))
+        order = np.argsort(self.blocks, kind="stable")
+        found = np.searchsorted(self.blocks[order], block)
+        index = order[np.minimum(found, self._num_blocks - 1)]
+        positions: IntArray = (index * self.block_size + offset).astype(np.int32)
+        positions[self.blocks[index] != block] = FREE
+        return positions
+
     def owner_at(self, position: int) -> int:
         """Id of the token whose entry sits at `position`, live or dead; -1 if none."""
         return int(self._owner[position]) if position < len(self._owner) else FREE
@@ -300,6 +311,15 @@ class RequestTable:
         self.num_live += count
         return positions
 
+    def join(self, new_blocks: Sequence[int]) -> None:
+        """Blocks join the end of the list; nothing lies in them yet.
+
+        Raises:
+            Rejected: a block is owned already. Nothing changes then.
+        """
+        if len(new_blocks):
+            self._append_blocks(new_blocks)
+
     def evict(self, token_ids: IntArray) -> None:
         """Mark tokens dead: metadata only, nothing moves and nothing is freed.
 
@@ -336,7 +356,6 @@ class RequestTable:
             del self._recent_holes[:-RECENT_HOLES]
         self.num_live -= count
         self.evicted = True
-        self.version += 1
 
     def move(self, token_ids: IntArray, targets: IntArray) -> None:
         """Give live tokens new positions, all or nothing; sources become free positions.

@@ -7,13 +7,13 @@ was computed after an eviction has one of its own, because it depends on the pru
 
 The step mirrors vLLM's: evict and reclaim for every running request, allocate, preempt on
 exhaustion, admit with prefix hits, cache full blocks at allocation, register; then the worker
-copies, clears new blocks, writes, and reads. As with async scheduling, later steps may be
-scheduled before an earlier one is executed.
+(`worker.py`) copies, clears new blocks, writes, and reads. As with async scheduling, later steps
+may be scheduled before an earlier one is executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,8 @@ import torch
 from vtoken.checks.online import OnlineChecker
 from vtoken.checks.worker import WorkerChecker
 from vtoken.core import (
-    LayoutChange,
+    BackgroundParams,
+    Flight,
     Observer,
     Observers,
     Reclaimer,
@@ -30,25 +31,25 @@ from vtoken.core import (
     RequestTable,
     StepLayout,
 )
-from vtoken.core.arrays import TableSnapshot
 from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout
+from vtoken.testing.device import SimulatedDevice
 from vtoken.testing.pool import FakePool
+from vtoken.testing.worker import (
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    POISON,
+    ByteFault,
+    FakeWorker,
+    Row,
+    Step,
+    must,
+    numbers_of,
+)
 from vtoken.trace.format import Record
 from vtoken.trace.recorder import Emitter
 
-LAYERS, HEADS, HEAD_DIM = 2, 2, 2
-_VALUES = LAYERS * 2 * HEADS * HEAD_DIM
-POISON = -7
-
-
-class ByteFault(AssertionError):
-    """What the harness sees in the cache itself is not what was promised."""
-
-
-def must(holds: bool, what: str) -> None:
-    """Raise `ByteFault` unless it holds."""
-    if not holds:
-        raise ByteFault(what)
+__all__ = ["POISON", "ByteFault", "FakeEngine", "FakeRequest", "Row", "Step"]
 
 
 @dataclass
@@ -64,46 +65,6 @@ class FakeRequest:
     payloads: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass
-class Row:
-    """One scheduled request, as a worker is told of it.
-
-    Attributes:
-        start, count: its new tokens are `start .. start + count - 1`.
-        is_new: whether the worker has no row of it yet.
-        written: payloads of the new tokens.
-        live: payloads of all live tokens, sorted: what attention has to see.
-        expected: the table, where the checker wants to compare.
-    """
-
-    req_id: str
-    start: int
-    count: int
-    is_new: bool
-    new_blocks: list[int]
-    layout: StepLayout
-    written: list[int]
-    live: list[int]
-    expected: TableSnapshot | None
-
-
-@dataclass
-class Step:
-    """What the scheduler hands to the worker: nothing in it changes when the tables do.
-
-    Attributes:
-        gone: requests that finished or were preempted since the step before.
-        finished: those of them that will not come back.
-        fresh: blocks that are new to their request and hold nothing of it.
-    """
-
-    gone: list[str]
-    finished: list[str]
-    changes: list[LayoutChange]
-    fresh: list[int]
-    rows: list[Row]
-
-
 class FakeView:
     """`vtoken_spec.StateView` of the fake engine."""
 
@@ -115,9 +76,14 @@ class FakeView:
     def requests(self) -> Mapping[str, RequestTable]:
         return {table.req_id: table for table in self._reclaimer.tables.values()}
 
+    @property
+    def flights(self) -> Sequence[Flight]:
+        return self._reclaimer.flights
+
 
 class FakeEngine:
-    """See the module's docstring. `level` is that of both checkers."""
+    """See the module's docstring. `level` is that of both checkers; `device` and `lag` are the
+    worker's."""
 
     def __init__(
         self,
@@ -128,6 +94,9 @@ class FakeEngine:
         level: int = 3,
         transposed: bool = False,
         recorded: bool = False,
+        background: BackgroundParams | None = None,
+        device: SimulatedDevice | None = None,
+        lag: int = 1,
     ) -> None:
         self.block_size = block_size
         self.pool = FakePool(num_blocks=num_blocks, block_size=block_size)
@@ -136,7 +105,11 @@ class FakeEngine:
             block_size=block_size,
             mode=ReclaimMode(mode),
             pool=self.pool,
+            background=background,
         )
+        if self.reclaimer.background is not None:
+            beside = self.reclaimer.background
+            self.pool.held_by = lambda: beside.held
         self.records: list[Record] = []
         observers: list[Observer] = []
         if recorded:
@@ -145,17 +118,15 @@ class FakeEngine:
             observers.append(self.checker)
         self.reclaimer.observer = Observers(*observers) if observers else None
         self.view = FakeView(self.pool, self.reclaimer)
-        self.checker.bind(self.view)
+        self.checker.bind(self.view, background=self.reclaimer.background)
         self.cache = torch.full(
             (LAYERS, num_blocks, HEADS, block_size, 2 * HEAD_DIM), POISON, dtype=torch.int32
         )
         layout_class = TransposedKeyLayout if transposed else TokenRowLayout
         self.layout: KVLayout = layout_class([self.cache])
-        self.mover = Mover(self.layout)
-        self.worker = WorkerChecker(self.layout, level=level)
+        self.executor = FakeWorker(self.layout, level=level, device=device, lag=lag)
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
-        self.rows: dict[str, list[int]] = {}
         self.layouts: dict[str, StepLayout] = {}
         self.preemptions = 0
         self._victims: dict[str, list[int]] = {}
@@ -164,6 +135,20 @@ class FakeEngine:
         self._finished: list[str] = []
         # Blocks that were shared when their request was planned for, in this step.
         self._shared: dict[str, set[int]] = {}
+        self._failed_allocations = 0
+
+    @property
+    def worker(self) -> WorkerChecker:
+        """The worker's checks."""
+        return self.executor.checker
+
+    @property
+    def mover(self) -> Mover:
+        return self.executor.relocator.mover
+
+    @mover.setter
+    def mover(self, mover: Mover) -> None:
+        self.executor.relocator.mover = mover
 
     # ------------------------------------------------------------------ what a test asks for
 
@@ -188,7 +173,7 @@ class FakeEngine:
 
     def preempt(self, req_id: str) -> None:
         request = self.request(req_id)
-        self._drop(request)
+        self._drop(request, preempted=True)
         request.computed, request.life = 0, request.life + 1
         request.payloads.clear()
         self.waiting.insert(0, request)
@@ -221,17 +206,19 @@ class FakeEngine:
     def schedule(self, *, skip: Iterable[str] = (), cap: int = 1_000_000) -> Step:
         """The scheduler's half of a step; see `step`."""
         self._shared.clear()
+        self._failed_allocations = 0
+        self.reclaimer.begin_step()
         for request in self.running:
             self._evict_and_reclaim(request)
         self._victims.clear()
         scheduled, adopted = self._allocate(frozenset(skip), cap)
-        step = Step(self._gone, self._finished, self.reclaimer.take_changes(), [], [])
+        step = Step(self._gone, self._finished, self.reclaimer.take_orders(), [], [])
         self._gone, self._finished, self.layouts = [], [], {}
         for req_id, count in scheduled.items():
             step.rows.append(self._register(req_id, count, adopted.get(req_id)))
             hits = adopted.get(req_id, 0) // self.block_size
             step.fresh += step.rows[-1].new_blocks[hits:]
-        self.reclaimer.end_step()
+        self.reclaimer.end_step(pressure=self._failed_allocations > 0)
         self.checker.end_step()
         return step
 
@@ -263,44 +250,7 @@ class FakeEngine:
 
     def execute(self, step: Step) -> None:
         """The worker's half: steps are executed in the order in which they were scheduled."""
-        for req_id in step.gone:
-            self.rows.pop(req_id, None)
-        for req_id in step.finished:
-            self.worker.forget(req_id)
-        self._copy(step.changes)
-        self.cache[:, step.fresh] = POISON
-        # As in vLLM's runner: inputs are prepared and checked, then all rows are written and read.
-        for row in step.rows:
-            known = [] if row.is_new else self.rows[row.req_id]
-            self.rows[row.req_id] = known + row.new_blocks
-        self._check_inputs(step)
-        for row in step.rows:
-            self.layout.write(_long(self._new_slots(row)), _bytes_of(row.written))
-        for row in step.rows:
-            found = self.layout.read(_long(self._slots_to_read(row)))
-            must(
-                sorted(_numbers_of(found)) == row.live, f"{row.req_id}: attention reads other bytes"
-            )
-
-    def _check_inputs(self, step: Step) -> None:
-        dense = [row for row in step.rows if row.layout.live_slots is None]
-        if dense and self.worker.level:
-            self.worker.check_lengths(
-                [row.req_id for row in dense],
-                np.array([row.start + row.count - row.layout.reclaimed for row in dense]),
-                np.array([row.layout.num_live for row in dense]),
-            )
-        for row in step.rows:
-            if row.expected is not None:
-                end = row.start + row.count
-                self.worker.check_access(
-                    row.expected,
-                    block_row=np.array(self.rows[row.req_id], dtype=np.int32),
-                    seq_len=end - row.layout.reclaimed,
-                    gathered=row.layout.live_slots,
-                    writes=self._new_slots(row),
-                    query_positions=np.arange(row.start, end),
-                )
+        self.executor.execute(step)
 
     def _evict_and_reclaim(self, request: FakeRequest) -> None:
         table = self.reclaimer.tables.get(request.req_id)
@@ -311,7 +261,7 @@ class FakeEngine:
         victims = self._victims.get(request.req_id)
         if victims:
             self.reclaimer.evict(request.req_id, np.array(victims, dtype=np.int32))
-        if table.num_holes:
+        if table.num_holes or self.reclaimer.background is not None:
             self.reclaimer.prepare(request.req_id, pending=request.target - request.computed)
 
     def _allocate(self, skip: frozenset[str], cap: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -337,6 +287,7 @@ class FakeEngine:
             known = len(hits) * self.block_size
             count = min(cap, request.target - known)
             if not self.pool.adopt(request.req_id, hits, self._blocks(known + count)):
+                self._failed_allocations += 1
                 break
             self.running.append(self.waiting.pop(0))
             request.computed = known
@@ -352,6 +303,7 @@ class FakeEngine:
         need = self._blocks(self.reclaimer.physical_need(request.req_id, total))
         have = len(self.pool.lists[request.req_id])
         if not self.pool.extend(request.req_id, max(need, have)):
+            self._failed_allocations += 1
             return False
         self._cache_full(request, total)
         return True
@@ -363,36 +315,11 @@ class FakeEngine:
         for index, block in enumerate(self.pool.lists[request.req_id][: total // self.block_size]):
             self.pool.cache(block, self._key(request, index))
 
-    def _copy(self, changes: list[LayoutChange]) -> None:
-        if self.worker.watches_moves:
-            self.worker.before_moves(changes)
-        for change in changes:
-            self.mover.move(_long(change.sources), _long(change.targets))
-        if self.worker.watches_moves:
-            self.worker.after_moves(changes)
-        for change in changes:
-            self.rows[change.req_id] = list(change.blocks)
-
-    def _new_slots(self, row: Row) -> np.ndarray:
-        """Slots as told, which several tokens also derive from row, logical position and lag."""
-        places = np.arange(row.start, row.start + row.count) - row.layout.reclaimed
-        told = row.layout.new_slots[-row.count :].astype(np.int64)
-        if row.count > 1:  # a single one may recycle a hole
-            derived = self._slots(self.rows[row.req_id], places)
-            must(np.array_equal(told, derived), f"{row.req_id}: told slots are not the row's")
-        return told
-
-    def _slots_to_read(self, row: Row) -> np.ndarray:
-        """What attention is given: the dense view, or the slots to gather."""
-        if row.layout.live_slots is not None:
-            return row.layout.live_slots
-        length = row.start + row.count - row.layout.reclaimed
-        return self._slots(self.rows[row.req_id], np.arange(length))
-
     # ------------------------------------------------------------------ what must hold
 
     def verify(self) -> None:
         """The promises of a step on bytes, counts and views; checks nothing by the checkers."""
+        self.executor.synchronize()
         for request in self.running:
             if request.req_id not in self.reclaimer.tables:
                 continue
@@ -404,13 +331,14 @@ class FakeEngine:
             listed = self.pool.lists[request.req_id] == table.blocks.tolist()
             must(listed, f"{request.req_id}: pool and table list other blocks")
             self._verify_size(request, table)
-        for block in range(1, self.pool.num_blocks):
-            key = self.pool.key(block)
-            if key is not None:
-                slots = torch.arange(self.block_size) + block * self.block_size
-                content = [self._numbers.get(name) for name in key]
-                kept = _numbers_of(self.layout.read(slots)) == content
-                must(kept, f"cached block {block} changed")
+        keys = {block: self.pool.key(block) for block in range(1, self.pool.num_blocks)}
+        cached = [block for block, key in keys.items() if key is not None]
+        slots = torch.tensor(cached)[:, None] * self.block_size + torch.arange(self.block_size)
+        found = numbers_of(self.layout.read(slots.reshape(-1))) if cached else []
+        for index, block in enumerate(cached):
+            content = [self._numbers.get(name) for name in keys[block] or ()]
+            kept = found[index * self.block_size : (index + 1) * self.block_size] == content
+            must(kept, f"cached block {block} changed")
 
     def _verify_size(self, request: FakeRequest, table: RequestTable) -> None:
         if self.reclaimer.mode is not ReclaimMode.EAGER:
@@ -428,16 +356,17 @@ class FakeEngine:
     def seen(self, req_id: str) -> dict[int, int]:
         """Live id -> payload, as the bytes in the cache say."""
         table = self.table(req_id)
-        payload = self.layout.read(_long(table.live_slots()))
-        return dict(zip(np.flatnonzero(table.live).tolist(), _numbers_of(payload), strict=True))
+        slots = torch.from_numpy(table.live_slots().astype(np.int64))
+        payload = self.layout.read(slots)
+        return dict(zip(np.flatnonzero(table.live).tolist(), numbers_of(payload), strict=True))
 
     def visible(self) -> dict[str, dict[int, int]]:
         return {req_id: self.seen(req_id) for req_id in self.reclaimer.tables}
 
     # ------------------------------------------------------------------ inside
 
-    def _drop(self, request: FakeRequest) -> None:
-        self.reclaimer.drop(request.req_id)
+    def _drop(self, request: FakeRequest, *, preempted: bool = False) -> None:
+        self.reclaimer.drop(request.req_id, preempted=preempted)
         self.pool.release(request.req_id)
         self.running.remove(request)
         self._gone.append(request.req_id)
@@ -445,10 +374,6 @@ class FakeEngine:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-    def _slots(self, row: list[int], places: np.ndarray) -> np.ndarray:
-        blocks = np.array(row, dtype=np.int64)[places // self.block_size]
-        return blocks * self.block_size + places % self.block_size
 
     def _key(self, request: FakeRequest, index: int) -> tuple[Hashable, ...]:
         """What vLLM's block hash stands for: here, the names of the block's payloads. A name
@@ -463,21 +388,3 @@ class FakeEngine:
     def _payload(self, request: FakeRequest, token: int, *, evicted: bool) -> int:
         name = (request.req_id, request.life, token) if evicted else self._name(request, token)
         return self._numbers.setdefault(name, len(self._numbers) + 1)
-
-
-def _long(slots: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(slots.astype(np.int64))
-
-
-def _bytes_of(numbers: list[int]) -> torch.Tensor:
-    """K and V of tokens whose payloads have these numbers; no two values are equal."""
-    values = torch.tensor(numbers, dtype=torch.int32)[:, None] * _VALUES + torch.arange(_VALUES)
-    return values.to(torch.int32).reshape(len(numbers), LAYERS, 2, HEADS, HEAD_DIM)
-
-
-def _numbers_of(payload: torch.Tensor) -> list[int]:
-    """Inverse of `_bytes_of`; a payload that is nobody's gives -1."""
-    flat = payload.reshape(len(payload), _VALUES).to(torch.int64)
-    number = flat[:, :1] // _VALUES
-    whole = (flat == number * _VALUES + torch.arange(_VALUES)).all(dim=1)
-    return torch.where(whole, number[:, 0], -1).tolist()

@@ -10,7 +10,7 @@ A test may have chosen allocations fail although blocks are free, see `FakePool.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,6 @@ class FakePool:
         fail_at: which of those, counted from 1, are answered with False although blocks are free.
     """
 
-    headroom: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -46,6 +43,9 @@ class FakePool:
         self._free: deque[int] = deque(range(1, num_blocks))
         self._refs = [0] * num_blocks
         self._keys: dict[int, Key] = {}
+        self._reserved: dict[int, None] = {}
+        #: blocks of `reserve` that plans in flight draw
+        self.held_by: Callable[[], Collection[int]] = tuple
 
     # ------------------------------------------------------------------ PoolView
 
@@ -56,6 +56,16 @@ class FakePool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def headroom(self) -> list[int]:
+        held = set(self.held_by())
+        return [block for block in self._reserved if block not in held]
+
+    @property
+    def held(self) -> list[int]:
+        held = set(self.held_by())
+        return [block for block in self._reserved if block in held]
 
     def ref_count(self, block: int) -> int:
         return self._refs[block]
@@ -74,11 +84,32 @@ class FakePool:
                 raise PoolFault(f"block {block} is shared and would leave the prefix cache")
             self._keys.pop(block, None)
 
-    def set_blocks(self, req_id: str, keep: Sequence[int], dropped: Sequence[int]) -> None:
-        if sorted([*keep, *dropped]) != sorted(self.lists[req_id]):
+    def set_blocks(
+        self, req_id: str, keep: Sequence[int], dropped: Sequence[int], joined: Sequence[int] = ()
+    ) -> None:
+        if sorted([*keep, *dropped]) != sorted([*self.lists[req_id], *joined]):
             raise PoolFault(f"{req_id}: {keep} and {dropped} are not {self.lists[req_id]}")
+        for block in joined:
+            if block not in self._reserved or self._refs[block] != 0:
+                raise PoolFault(f"{req_id}: block {block} joins, but was not reserved")
+            del self._reserved[block]
+            self._refs[block] = 1
         self.lists[req_id] = list(keep)
         self.give_back(reversed(dropped))
+
+    def reserve(self, count: int) -> list[int]:
+        blocks = [self._free.popleft() for _ in range(min(count, len(self._free)))]
+        for block in blocks:
+            self._keys.pop(block, None)
+            self._reserved[block] = None
+        return blocks
+
+    def unreserve(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if block not in self._reserved:
+                raise PoolFault(f"block {block} is unreserved, but was not reserved")
+            del self._reserved[block]
+            self._free.appendleft(block)
 
     # ------------------------------------------------------------------ the engine's side
 

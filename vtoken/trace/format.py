@@ -1,8 +1,8 @@
 """The trace file: NDJSON, a header line, one record a line, an end line that proves it is whole.
 
-    {"vtoken_trace": 1, "block_size": 32, "num_blocks": 64, "about": {...}}
+    {"vtoken_trace": 2, "block_size": 32, "num_blocks": 64, "about": {...}}
     {"event": "append", "req": "0", "slots": [[32, 70]], "blocks": [1, 2, 3], "adopted": 0,
-     "cached": [1, 2], "uncached": [], "post": {"live": 70, "physical": 70, "blocks": 3}}
+     "reads": [[32, 70]], "cached": [1, 2], "post": {"live": 70, "physical": 70, "blocks": 3}}
     ...
     {"event": "end", "records": 412}
 
@@ -22,11 +22,18 @@ from typing import IO, Any
 
 from vtoken.errors import TraceFormatError
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_LINE_BYTES = 4 << 20
 MAX_BLOCKS = 1 << 24
 
-EVENTS = ("append", "recycle", "evict", "move", "release", "finish")
+EVENTS = (
+    *("append", "recycle", "evict", "move", "release", "finish", "preempt"),
+    *("prepare", "commit", "abort", "reserve", "unreserve"),
+)
+ENDINGS = ("finish", "preempt")
+"""Events after which a request has no table."""
+OF_THE_POOL = ("reserve", "unreserve")
+"""Events that are no request's."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +57,26 @@ class Record:
 
     Attributes:
         event: one of `EVENTS`.
-        req: request id.
+        req: request id; empty for events of the pool.
         slots: new slots (append, recycle).
-        blocks: new blocks (append, recycle), dropped blocks (move, release).
+        blocks: new blocks (append, recycle), dropped blocks (move, release, prepare), headroom
+            (reserve, unreserve).
         adopted: leading tokens from the prefix cache (append).
-        tokens: token ids (evict, move).
-        sources, targets: slots (move).
+        reads: slots that attention is given, in the order of its view (append, recycle).
+        tokens: token ids (evict, move, prepare).
+        sources, targets: slots (move, prepare).
         order: block list afterwards (move).
         cached, uncached: changes of the prefix cache seen with this event.
-        post: live tokens, physical length and blocks of the request afterwards; empty for finish.
+        post: live tokens, physical length and blocks of the request afterwards; empty where it
+            has no table then.
     """
 
     event: str
-    req: str
+    req: str = ""
     slots: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     adopted: int = 0
+    reads: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
@@ -75,7 +86,7 @@ class Record:
     post: dict[str, int] = field(default_factory=dict)
 
 
-_RUNS = ("slots", "tokens", "sources", "targets")
+_RUNS = ("slots", "reads", "tokens", "sources", "targets")
 _LISTS = ("blocks", "order", "cached", "uncached")
 
 
@@ -230,7 +241,7 @@ def _record(file: Path, number: int, header: Header, value: dict[str, Any]) -> R
         fields[name] = _expanded(file, number, name, value.get(name, []), limit)
     for name in _LISTS:
         fields[name] = _numbers(file, number, name, value.get(name, []), limit)
-    for name in ("slots", "targets", "blocks", "order"):
+    for name in ("slots", "reads", "targets", "blocks", "order"):
         if len(set(fields[name])) != len(fields[name]):
             raise _wrong(file, number, f"a number stands twice in {name!r}")
     adopted, post = value.get("adopted", 0), value.get("post")

@@ -10,11 +10,12 @@ from typing import Any
 
 import vtoken_spec as spec
 from vtoken.core.arrays import IntArray
-from vtoken.core.observer import LayoutChange
+from vtoken.core.flight import Flight
+from vtoken.core.layout import LayoutChange, StepLayout
 from vtoken.core.planner import DensePlan
 from vtoken.core.request_table import RequestTable
 from vtoken.errors import Rejected
-from vtoken.trace.format import Header, Record, end_line, header_line, line_of
+from vtoken.trace.format import ENDINGS, Header, Record, end_line, header_line, line_of
 
 
 class Emitter:
@@ -58,7 +59,7 @@ class Emitter:
     def appended(
         self,
         table: RequestTable,
-        slots: IntArray,
+        layout: StepLayout,
         new_blocks: Sequence[int],
         adopted: int,
         *,
@@ -67,13 +68,40 @@ class Emitter:
         self._write(
             table,
             "recycle" if recycled else "append",
-            slots=tuple(slots.tolist()),
+            slots=tuple(layout.new_slots.tolist()),
             blocks=tuple(new_blocks),
             adopted=adopted,
+            reads=tuple(layout.reads(table).tolist()),
         )
 
-    def dropped(self, table: RequestTable) -> None:
-        self._write(table, "finish")
+    def reserved(self, blocks: Sequence[int]) -> None:
+        self._sink(Record("reserve", blocks=tuple(blocks)))
+
+    def unreserved(self, blocks: Sequence[int]) -> None:
+        self._sink(Record("unreserve", blocks=tuple(blocks)))
+
+    def prepared(self, table: RequestTable, flight: Flight) -> None:
+        plan = flight.moves
+        self._write(
+            table,
+            "prepare",
+            tokens=tuple(plan.token_ids.tolist()),
+            sources=tuple(plan.sources.tolist()),
+            targets=tuple(plan.targets.tolist()),
+            blocks=tuple(plan.released),
+        )
+
+    def landing(self, table: RequestTable, flight: Flight) -> None:
+        """`committed` tells what came of it."""
+
+    def committed(self, table: RequestTable, flight: Flight, change: LayoutChange) -> None:
+        self._write(table, "commit")
+
+    def aborted(self, flight: Flight) -> None:
+        self._sink(Record("abort", flight.req_id))
+
+    def dropped(self, table: RequestTable, *, preempted: bool) -> None:
+        self._write(table, "preempt" if preempted else "finish")
 
     def _write(self, table: RequestTable, event: str, **fields: Any) -> None:
         # Only blocks that the event touches can have entered or left the prefix cache in a way
@@ -83,7 +111,7 @@ class Emitter:
         entered, left = now - self._cached, (near & self._cached) - now
         self._cached = (self._cached | entered) - left
         post = {}
-        if event != "finish":
+        if event not in ENDINGS:
             post = {
                 "live": table.num_live,
                 "physical": table.physical_len,

@@ -10,7 +10,7 @@ from pathlib import Path
 from vtoken.checks.follower import Follower
 from vtoken.checks.judge import first_breach
 from vtoken.errors import InvariantViolation, Rejected
-from vtoken.trace.format import Header, Record, read_trace
+from vtoken.trace.format import OF_THE_POOL, Header, Record, read_trace
 
 
 @dataclass(frozen=True)
@@ -67,38 +67,54 @@ class Replayer:
             InvariantViolation: the spec rejects it, or its state differs from `post`.
         """
         follower = self._follower
-        if record.event == "append":
+        moves = (
+            tuple(zip(record.tokens, record.sources, record.targets, strict=True))
+            if (record.sources or record.targets)
+            else ()
+        )
+        if record.event not in ("evict", "abort", *OF_THE_POOL):
             follower.cache_changed(record.cached, record.uncached)
-            follower.append(record.req, record.slots, record.blocks, record.adopted)
-            follower.settle_cache()
-        elif record.event == "recycle":
-            follower.cache_changed(record.cached, record.uncached)
-            follower.recycle(record.req, record.slots[0] if record.slots else -1, record.blocks)
-            follower.settle_cache()
-        elif record.event == "evict":
-            follower.evict(record.req, record.tokens)
-        elif record.event == "move":
-            follower.cache_changed(record.cached, record.uncached)
-            follower.move(
-                record.req,
-                tuple(zip(record.tokens, record.sources, record.targets, strict=True)),
-                record.blocks,
-                record.order,
-            )
-        elif record.event == "release":
-            follower.cache_changed(record.cached, record.uncached)
-            follower.release(record.req, record.blocks)
-        else:
-            follower.cache_changed(record.cached, record.uncached)
-            follower.finish(record.req)
+        match record.event:
+            case "append" | "recycle":
+                self._appended(record)
+            case "evict":
+                follower.evict(record.req, record.tokens)
+            case "move":
+                follower.move(record.req, moves, record.blocks, record.order)
+            case "release":
+                follower.release(record.req, record.blocks)
+            case "prepare":
+                follower.prepare(record.req, moves, record.blocks)
+            case "commit":
+                follower.commit(record.req)
+            case "abort":
+                follower.abort(record.req)
+            case "reserve":
+                follower.reserve(record.blocks)
+            case "unreserve":
+                follower.unreserve(record.blocks)
+            case "preempt":
+                follower.preempt(record.req)
+            case _:
+                follower.finish(record.req)
         self._compare(record)
         if self._laws:
             breach = first_breach(follower.state)
             if breach is not None:
                 raise InvariantViolation(law=breach.law, message=breach.message)
 
+    def _appended(self, record: Record) -> None:
+        follower = self._follower
+        if record.event == "recycle":
+            follower.recycle(record.req, record.slots[0] if record.slots else -1, record.blocks)
+        else:
+            follower.append(record.req, record.slots, record.blocks, record.adopted)
+        follower.settle_cache()
+        if record.reads:
+            follower.attend(record.req, record.reads, len(record.slots) - record.adopted)
+
     def _compare(self, record: Record) -> None:
-        if record.event == "finish":
+        if not record.post:
             return
         table = self._follower.state.requests[record.req]
         counted = {

@@ -86,7 +86,9 @@ class VTokenManager(FullAttentionManager):
         if cached:
             self.block_pool.evict_blocks(cached)
 
-    def set_blocks(self, req_id: str, keep: Sequence[int], dropped: Sequence[int]) -> None:
+    def set_blocks(
+        self, req_id: str, keep: Sequence[int], dropped: Sequence[int], joined: Sequence[int] = ()
+    ) -> None:
         pool = self.block_pool.blocks
         self.req_to_blocks[req_id][:] = [pool[b] for b in keep]
         if dropped:

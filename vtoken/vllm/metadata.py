@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vtoken.core.arrays import TableSnapshot
-from vtoken.core.observer import LayoutChange
-from vtoken.core.reclaimer import StepLayout
+from vtoken.core.layout import StepLayout, StepOrders
 
 _ATTRIBUTE = "vtoken_step"
 
@@ -24,20 +23,19 @@ class StepMetadata:
     """One step's layout news.
 
     Attributes:
-        changes: structural changes, to be applied before anything else in the step; also of
-            requests that are not scheduled in it.
+        orders: what is to be done about relocation, before anything else in the step.
         layouts: per scheduled request that differs from vLLM's own layout.
         expected: tables, the step's tokens included, of the scheduled requests whose accesses
             the worker shall check (L6, L7).
     """
 
-    changes: list[LayoutChange] = field(default_factory=list)
+    orders: StepOrders = field(default_factory=StepOrders)
     layouts: dict[str, StepLayout] = field(default_factory=dict)
     expected: dict[str, TableSnapshot] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
-        return not (self.changes or self.layouts or self.expected)
+        return self.orders.empty and not (self.layouts or self.expected)
 
 
 def attach(output: SchedulerOutput, step: StepMetadata) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from vllm.v1.core.block_pool import BlockPool
 
+from vtoken.core.flight import Flight
 from vtoken.core.request_table import RequestTable
 from vtoken.core.table import TokenTable
 
@@ -51,3 +52,7 @@ class EngineView:
     @property
     def requests(self) -> Mapping[str, RequestTable]:
         return {table.req_id: table for table in self._tables.values()}
+
+    @property
+    def flights(self) -> tuple[Flight, ...]:
+        return ()

@@ -15,11 +15,12 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vtoken.checks.worker import WorkerChecker
-from vtoken.core.observer import LayoutChange
-from vtoken.core.reclaimer import StepLayout
+from vtoken.core.layout import LayoutChange, StepLayout
 from vtoken.errors import InvariantViolation
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
 from vtoken.kv.layouts import KVLayout
+from vtoken.kv.relocator import Relocator
+from vtoken.kv.streams import SynchronousCopyStream
 from vtoken.vllm.backend import (
     GatherRows,
     GatherScratch,
@@ -53,7 +54,7 @@ class VTokenRunnerMixin:
 
     vtoken_step: StepMetadata = _NO_STEP
     _vtoken_gathered: tuple[GatherRows, ...] = ()
-    vtoken_mover: Mover
+    vtoken_relocator: Relocator
     vtoken_layout: KVLayout
     vtoken_checker: WorkerChecker
 
@@ -86,7 +87,10 @@ class VTokenRunnerMixin:
     def vtoken_configure(self, level: int) -> None:
         """Check at this level from the next step on; all counters start anew."""
         self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=level)
-        self.vtoken_mover = Mover(self.vtoken_layout)
+        watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
+        self.vtoken_relocator = Relocator(
+            Mover(self.vtoken_layout), SynchronousCopyStream(), watch=watch
+        )
 
     # ---- each step
 
@@ -97,23 +101,12 @@ class VTokenRunnerMixin:
         self.vtoken_step = metadata_of(scheduler_output) or _NO_STEP
         for req_id in scheduler_output.finished_req_ids:
             self.vtoken_checker.forget(req_id)
-        if self.vtoken_step.changes:
-            self._apply_changes(self.vtoken_step.changes)
+        if not self.vtoken_step.orders.empty:
+            self.vtoken_relocator.apply(self.vtoken_step.orders)
+            self._switch_layouts(self.vtoken_step.orders.changes)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
-    def _apply_changes(self, changes: list[LayoutChange]) -> None:
-        sources = np.concatenate([change.sources for change in changes])
-        if len(sources):
-            targets = np.concatenate([change.targets for change in changes])
-            checker = self.vtoken_checker
-            if checker.watches_moves:
-                checker.before_moves(changes)
-            self.vtoken_mover.move(
-                torch.from_numpy(sources.astype(np.int64)).to(self.device),
-                torch.from_numpy(targets.astype(np.int64)).to(self.device),
-            )
-            if checker.watches_moves:
-                checker.after_moves(changes)
+    def _switch_layouts(self, changes: list[LayoutChange]) -> None:
         for change in changes:
             state = self.requests[change.req_id]
             # The batch row and the request's own list: a request that is not in the batch is

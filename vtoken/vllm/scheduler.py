@@ -203,7 +203,7 @@ class VTokenSchedulerMixin:
     def _register_step(self, output: SchedulerOutput) -> None:
         """Register what vLLM scheduled and attach the step's layout to its output."""
         reclaimer, manager, checker = self.vtoken, self.vtoken_manager, self.vtoken_checker
-        step = StepMetadata(changes=reclaimer.take_changes())
+        step = StepMetadata(orders=reclaimer.take_orders())
         for req_id, count in output.num_scheduled_tokens.items():
             total = self.requests[req_id].num_computed_tokens
             table = reclaimer.tables.get(req_id)

@@ -32,8 +32,8 @@ class VTokenWorkerMixin:
         runner = self.model_runner
         return {
             "checks": runner.vtoken_checker.counts(),
-            "moved_tokens": runner.vtoken_mover.moved_tokens,
-            "moved_bytes": runner.vtoken_mover.moved_bytes,
+            "moved_tokens": runner.vtoken_relocator.mover.moved_tokens,
+            "moved_bytes": runner.vtoken_relocator.mover.moved_bytes,
         }
 
 
