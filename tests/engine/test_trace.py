@@ -59,7 +59,7 @@ def test_a_trace_holds_no_token_values(traces: dict[str, Path]) -> None:
         names |= json.loads(line).keys()
     assert names <= {
         "event", "req", "slots", "tokens", "sources", "targets", "blocks", "order",
-        "cached", "uncached", "adopted", "post",
+        "cached", "uncached", "adopted", "post", "reads",
     }  # fmt: skip
 
 

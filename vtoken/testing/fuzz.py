@@ -1,9 +1,10 @@
 """The fuzzing campaign on the core: the real tables, planner, reclaimer, mover and checkers.
 
 Each episode is a seeded walk on `FakeEngine` at check level 3, in a mode, block size, pool and
-swarm of operations drawn from its seed; between steps, operations that must be rejected are
-tried as well. An episode is named by campaign seed and number, which is all a failure needs to
-come back; its events are kept as a trace besides.
+swarm of operations drawn from its seed; in the background mode copies run on a simulated device at
+the worst moment. Between steps, operations that must be rejected are tried as well. An episode is
+named by campaign seed and number, which is all a failure needs to come back; its trace and its
+script are kept besides.
 """
 
 from __future__ import annotations
@@ -12,80 +13,19 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from vtoken.errors import InvariantViolation, Rejected
-from vtoken.testing.harness import ByteFault, FakeEngine
-from vtoken.testing.pool import PoolFault
-from vtoken.testing.walk import SIZES, Swarm, act, drawn_engine
-from vtoken.trace.format import Header, Record
+from vtoken.errors import Rejected
+from vtoken.testing.harness import FakeEngine
+from vtoken.testing.report import Finding, FuzzReport
+from vtoken.testing.script import EngineSpec, ScriptedEngine, what_broke
+from vtoken.testing.walk import SIZES, Swarm, act, pool_blocks
+from vtoken.trace.format import Header
+
+__all__ = ["Finding", "FuzzReport", "fuzz_core"]
 
 EPISODE_STEPS = 60
-
-
-@dataclass
-class Finding:
-    """One violation: what broke, and how to have it again.
-
-    Attributes:
-        law: the law, or "bytes" or "pool" where the harness itself saw it, "rejection" where a
-            wrong call was accepted, "crash" for any other error.
-        seed, episode: `Campaign(seed=..., first_episode=...)` runs the episode again.
-        header, records: its trace, up to the event.
-    """
-
-    law: str
-    message: str
-    seed: int
-    episode: int
-    header: Header
-    records: list[Record]
-
-
-@dataclass
-class FuzzReport:
-    """What a campaign did.
-
-    Attributes:
-        events: events the spec's model accepted in lock step.
-        coverage: the same by kind.
-        rejections: wrong calls that were refused, by reason.
-    """
-
-    target: str
-    seed: int
-    seconds: float = 0.0
-    episodes: int = 0
-    steps: int = 0
-    events: int = 0
-    coverage: Counter[str] = field(default_factory=Counter)
-    rejections: Counter[str] = field(default_factory=Counter)
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def events_per_second(self) -> float:
-        return self.events / self.seconds if self.seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "seed": self.seed,
-            "seconds": round(self.seconds, 3),
-            "episodes": self.episodes,
-            "steps": self.steps,
-            "events": self.events,
-            "events_per_second": round(self.events_per_second, 1),
-            "coverage": dict(sorted(self.coverage.items())),
-            "rejections": dict(sorted(self.rejections.items())),
-            "violations": len(self.findings),
-            "findings": [
-                {"law": f.law, "message": f.message, "seed": f.seed, "episode": f.episode}
-                for f in self.findings
-            ],
-        }
 
 
 def fuzz_core(
@@ -116,21 +56,18 @@ def _episode(
     mode = rng.choice(["eager", "eager", "background", "background", "background", "off"])
     # In blocks of one slot nothing is ever relocated; in small ones most.
     size = rng.choice([2, 2, 4, 4, 16] if mode == "background" else SIZES)
-    engine = drawn_engine(
-        rng,
-        mode=mode,
-        block_size=size,
-        ample=rng.random() < 0.4,
-        recorded=True,
-    )
-    swarm, names = Swarm.drawn(rng), Counter[str]()
-    wrong = ""
-    try:
+    num_blocks = pool_blocks(size, ample=rng.random() < 0.4)
+    made = EngineSpec.drawn(rng, mode=mode, block_size=size, num_blocks=num_blocks)
+    engine = made.build(ScriptedEngine, recorded=True)
+    assert isinstance(engine, ScriptedEngine)
+    swarm, names, wrong = Swarm.drawn(rng), Counter[str](), list[str]()
+
+    def run() -> None:
         for _ in range(EPISODE_STEPS):
             act(engine, rng, names=names, swarm=swarm)
-            wrong = _try_wrong_calls(engine, rng, report.rejections)
-            if wrong:
-                break
+            if fault := _try_wrong_calls(engine, rng, report.rejections):
+                wrong.append(fault)
+                return
             skip = [r.req_id for r in engine.running if rng.random() < 0.15]
             engine.step(skip=skip, cap=rng.choice([1, size, size + 1, 99]))
             if engine.executor.lag == 1 or rng.random() < 0.3:
@@ -141,24 +78,16 @@ def _episode(
                 on_step(report)
         engine.verify()
         engine.executor.drain()
-    except InvariantViolation as violation:
-        found = violation.law, violation.message
-    except PoolFault as fault:
-        found = "pool", str(fault)
-    except ByteFault as fault:
-        found = "bytes", str(fault)
-    except Exception as error:
-        found = "crash", f"{type(error).__name__}: {error}"
-    else:
-        found = ("rejection", wrong) if wrong else ("", "")
+
+    found = what_broke(run) or (("rejection", wrong[0]) if wrong else None)
     shadow = engine.checker.shadow
     assert shadow is not None
     report.events += shadow.events
     report.coverage.update(shadow.kinds)
-    if found[0]:
-        header = Header(size, engine.pool.num_blocks, {"seed": report.seed, "episode": episode})
+    if found is not None:
+        header = Header(size, num_blocks, {"seed": report.seed, "episode": episode})
         report.findings.append(
-            Finding(found[0], found[1], report.seed, episode, header, engine.records)
+            Finding(*found, report.seed, episode, header, engine.records, made, engine.script)
         )
 
 

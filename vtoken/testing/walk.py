@@ -6,9 +6,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from vtoken.core import BackgroundParams, ReclaimMode
-from vtoken.testing.device import STRATEGIES, SimulatedDevice
+from vtoken.core import ReclaimMode
 from vtoken.testing.harness import FakeEngine
+from vtoken.testing.script import EngineSpec
 
 SIZES = (1, 2, 4, 16)
 MOST_REQUESTS = 6
@@ -58,30 +58,11 @@ def drawn_engine(
 ) -> FakeEngine:
     """An engine whose layout, and in the background mode whose parameters, adversary and lag, are
     drawn."""
-    transposed, num_blocks = rng.random() < 0.5, pool_blocks(block_size, ample=ample)
-    params, device = BackgroundParams(), None
-    if mode == ReclaimMode.BACKGROUND:
-        budget = rng.choice([block_size, 3 * block_size, 1 << 20])
-        params = BackgroundParams(
-            threshold=rng.choice([0.01, 0.2, 0.5]),
-            headroom=rng.choice([0, 0, 1, 2]),
-            copy_budget=budget,
-            moves_per_plan=rng.choice([block_size, 4 * block_size, 1 << 20]),
-            commit_delay=rng.choice([0, 1, 1, 2, 3, 8]),
-            copy_out=rng.random() < 0.4,
-        )
-        device = SimulatedDevice(rng.choice(STRATEGIES), seed=rng.getrandbits(32))
-    return FakeEngine(
-        mode=mode,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        level=level,
-        transposed=transposed,
-        recorded=recorded,
-        background=params,
-        device=device,
-        lag=rng.choice([1, 1, 2, 5]),
+    num_blocks = pool_blocks(block_size, ample=ample)
+    made = EngineSpec.drawn(
+        rng, mode=mode, block_size=block_size, num_blocks=num_blocks, level=level
     )
+    return made.build(recorded=recorded)
 
 
 def act(

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from vtoken.errors import Rejected
 from vtoken.trace.format import Header, Record
 from vtoken.trace.replay import replay_records
+
+T = TypeVar("T")
 
 
 def law_of(header: Header, records: Sequence[Record]) -> str | None:
@@ -42,19 +45,39 @@ def shrink(
     bare = [replace(record, post={}) for record in records]
     # A divergence in the counts alone needs them; it is then shrunk with them.
     current = bare if law_of(header, bare) == wanted else list(records)
-    replays = 2
-    chunk = max(1, len(current) // 2)
+    return minimal(current, lambda left: law_of(header, left) == wanted, on_progress=on_progress)
+
+
+def minimal(
+    items: Sequence[T],
+    fails: Callable[[Sequence[T]], bool],
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    most_runs: int | None = None,
+) -> list[T]:
+    """Delta debugging: a part of `items` in order that still fails, and of which no single item
+    can be left out (unless `most_runs` ended the search).
+
+    Args:
+        fails: whether a non-empty part fails; true for `items`.
+        on_progress: called with (items left, runs so far).
+        most_runs: how often `fails` may be asked.
+    """
+    current = list(items)
+    runs, chunk = 0, max(1, len(current) // 2)
     while True:
         smaller, index = False, 0
         while index < len(current):
+            if runs == most_runs:
+                return current
             candidate = current[:index] + current[index + chunk :]
-            replays += 1
-            if candidate and law_of(header, candidate) == wanted:
+            runs += 1
+            if candidate and fails(candidate):
                 current, smaller = candidate, True
             else:
                 index += chunk
             if on_progress is not None:
-                on_progress(len(current), replays)
+                on_progress(len(current), runs)
         if chunk == 1 and not smaller:
             return current
         chunk = max(1, chunk // 2) if not smaller or chunk > 1 else 1

@@ -18,7 +18,7 @@ from typing import Any
 from vtoken.config import VTokenConfig
 from vtoken.errors import InvariantViolation
 from vtoken.models import ensure_tiny_llama
-from vtoken.testing.fuzz import Finding, FuzzReport
+from vtoken.testing.report import Finding, FuzzReport
 from vtoken.trace.format import Header
 from vtoken.trace.replay import load
 from vtoken.vllm.session import Session
@@ -116,7 +116,7 @@ def _episode(
             if steps > _STALL_STEPS:
                 return "L10", f"requests {sorted(scheduler.requests)} make no progress"
         report.events += scheduler.vtoken_checker.shadow.events
-        report.coverage.update(scheduler.vtoken_recorder.kinds)
+        report.coverage.update(scheduler.vtoken_checker.shadow.kinds)
         pool = session.report()["pool"]
         if pool["free"] != pool["total"] or len(scheduler.vtoken.tables):
             return (
