@@ -5,8 +5,9 @@ A trace is what `vtoken run --trace FILE` and `vtoken serve --trace FILE` record
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from vtoken.trace.format import write_trace
 from vtoken.trace.replay import ReplayResult, load_diverging
 from vtoken.trace.replay import replay as replay_file
 from vtoken.trace.shrink import shrink as shrink_records
+from vtoken_spec import Event
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace.", metavar="TRACE")]
 
@@ -86,11 +88,17 @@ def _counting(what: str) -> Progress:
 
 def _show(trace: Path, result: ReplayResult) -> None:
     console = Console(highlight=False)
-    table = Table(title=f"{result.length} events replayed", title_justify="left")
-    table.add_column("event")
+    known = len(get_args(Event))
+    title = f"{result.length} records, {result.kinds.total()} events of the model replayed"
+    table = Table(title=title, title_justify="left")
+    table.add_column("record")
     table.add_column("count", justify="right")
-    for event, count in sorted(result.events.items()):
-        table.add_row(event, str(count))
+    table.add_column(f"event of the model ({len(result.kinds)} of {known} kinds)")
+    table.add_column("count", justify="right")
+    none = ("", 0)
+    pairs = zip_longest(sorted(result.events.items()), sorted(result.kinds.items()), fillvalue=none)
+    for (record, records), (event, events) in pairs:
+        table.add_row(record, str(records or ""), event, str(events or ""))
     console.print(table)
     if result.divergence is None:
         console.print(f"accepted: the spec allows every event of {trace}", markup=False)

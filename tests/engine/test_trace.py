@@ -45,12 +45,19 @@ def traces(shared_tiny: Engine, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def test_the_spec_accepts_traces_of_real_serving(traces: dict[str, Path]) -> None:
     events: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     for file in traces.values():
         result = replay(file)
         assert result.divergence is None, result.divergence
         assert result.length > 200
         events += result.events
-    assert events.keys() == {"append", "recycle", "evict", "move", "release", "finish"}
+        kinds += result.kinds
+    expected = {"append", "recycle", "evict", "move", "release", "finish", "preempt"}
+    assert events.keys() == expected
+    assert kinds.keys() >= {
+        *("Allocate", "Hit", "Append", "Recycle", "Attend", "Evict", "MoveTokens", "Release"),
+        *("Cache", "Uncache", "Finish", "Preempt", "Resume"),
+    }
 
 
 def test_a_trace_holds_no_token_values(traces: dict[str, Path]) -> None:

@@ -61,10 +61,11 @@ LAYERS = {
     "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options", "vtoken.testing"),
     "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
     "vtoken.flags": _layer(*BASE, "vtoken.policies"),  # the options as the command line has them
-    "vtoken.trace_commands": _layer(*BASE, "vtoken.options", "vtoken.trace"),
+    "vtoken.trace_commands": _layer(*BASE, "vtoken_spec", "vtoken.options", "vtoken.trace"),
     "vtoken.environment": _layer(others=NOTHING),
     "vtoken.fuzz_command": _layer(
         *BASE,
+        "vtoken_spec",
         "vtoken.environment",
         "vtoken.options",
         "vtoken.testing",

@@ -241,7 +241,7 @@ def _record(file: Path, number: int, header: Header, value: dict[str, Any]) -> R
         fields[name] = _expanded(file, number, name, value.get(name, []), limit)
     for name in _LISTS:
         fields[name] = _numbers(file, number, name, value.get(name, []), limit)
-    for name in ("slots", "reads", "targets", "blocks", "order"):
+    for name in ("slots", "targets", "blocks", "order"):  # reads are L6's to judge
         if len(set(fields[name])) != len(fields[name]):
             raise _wrong(file, number, f"a number stands twice in {name!r}")
     adopted, post = value.get("adopted", 0), value.get("post")

@@ -35,11 +35,13 @@ class ReplayResult:
     Attributes:
         header: of the trace.
         events: records replayed, by kind.
+        kinds: events of the spec's model that they exercised, by kind.
         divergence: the first one, or None: the trace is accepted.
     """
 
     header: Header
     events: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
     divergence: Divergence | None = None
 
     @property
@@ -59,6 +61,11 @@ class Replayer:
     def __init__(self, header: Header, *, laws: bool = True) -> None:
         self._follower = Follower(num_blocks=header.num_blocks, block_size=header.block_size)
         self._laws = laws
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Events the model accepted so far, by kind."""
+        return self._follower.kinds
 
     def feed(self, record: Record) -> None:
         """Apply one record and compare its counts.
@@ -141,7 +148,8 @@ def replay_records(
     on_record: Callable[[int], None] | None = None,
 ) -> ReplayResult:
     """Replay numbered records; stops at the first divergence."""
-    replayer, result = Replayer(header, laws=laws), ReplayResult(header)
+    replayer = Replayer(header, laws=laws)
+    result = ReplayResult(header, kinds=replayer.kinds)
     for line, record in records:
         try:
             replayer.feed(record)

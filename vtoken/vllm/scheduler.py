@@ -120,6 +120,8 @@ class VTokenSchedulerMixin:
             self._streams.pop(request.request_id, None)
         elif request.request_id in self.vtoken.tables:
             self.vtoken.counters.recomputed_requests += 1
+        # The manager drops the table as well, but cannot tell the two apart.
+        self.vtoken.drop(request.request_id, preempted=not request.is_finished())
         super()._free_request_blocks(request)  # type: ignore[misc]
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
