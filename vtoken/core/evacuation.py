@@ -1,15 +1,15 @@
 """Planning for the `background` mode: which blocks to empty, and where their live tokens go.
 
 Pure, like `planner.py`. While the plan is in flight the request goes on at its physical end, so
-only blocks before the one with that end are emptied and only holes before it are filled. Of the
-n blocks that may be emptied the m with the fewest live tokens are, for the largest m for which
-
-- their live tokens fit the holes of the other writable blocks and of the headroom blocks offered,
-- those are at most `max_moves`,
-- more blocks are emptied than headroom blocks are drawn.
+only blocks before the one with that end are emptied and only holes before it are filled, those of
+writable blocks that stay and those of the headroom blocks that are drawn.
 
 Blocks that may not be written are emptied only with `copy_out`: their content stays for the others
-who refer to them, and this request gives back its reference.
+who refer to them, and this request gives back its reference. Such a block asks for as many slots
+elsewhere as it has live tokens, a writable one for all its slots, since its holes go with it. So
+the two kinds are not compared with each other: of each kind the emptiest are emptied, and of all
+ways to combine them, within the bounds, the one that gains the most blocks is taken, and of those
+the one with the fewest moves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numpy as np
 from vtoken.core.arrays import BoolArray, IntArray
 from vtoken.core.flight import EvacuationPlan
 from vtoken.core.request_table import RequestTable
+
+_MOST_MOVES = 1 << 32  # one block more is worth any number of moves
 
 
 def plan_evacuation(
@@ -45,24 +47,34 @@ def plan_evacuation(
     size = table.block_size
     end, tail = divmod(table.physical_len, size)
     live = table.block_live
-    room = np.where(writable[:end], size - live[:end], 0)
-    behind = 0
+    room = int(np.where(writable[:end], size - live[:end], 0).sum())
     if tail and writable[end]:
-        behind = tail - int(live[end])
-    sources = np.flatnonzero((live[:end] > 0) & (writable[:end] | copy_out))
-    sources = sources[np.argsort(live[sources], kind="stable")]
-    moved = np.cumsum(live[sources])
-    holes = int(room.sum()) + behind - np.cumsum(room[sources])
-    drawn = np.maximum(0, -(-(moved - holes) // size))
-    gain = np.arange(1, len(sources) + 1) - drawn
-    allowed = (moved <= max_moves) & (drawn <= len(spare)) & (gain > 0)
-    if not allowed.any():
+        room += tail - int(live[end])
+    own, own_moves = _emptiest(live, (live[:end] > 0) & writable[:end])
+    others, other_moves = _emptiest(live, (live[:end] > 0) & ~writable[:end] & copy_out)
+    counts = np.arange(len(own_moves))
+    best, chosen, draws = 0, own, 0
+    for drawn in range(len(spare) + 1):
+        # With each number of writable blocks go as many others as the rest of the room holds.
+        limit = np.minimum(room + (drawn - counts) * size, max_moves - own_moves)
+        beside = np.searchsorted(other_moves, limit, side="right") - 1
+        gain = np.where(limit < 0, 0, counts + beside - drawn)
+        score = gain * _MOST_MOVES - own_moves - other_moves[beside]
+        index = int(np.argmax(score))
+        if score[index] > best:
+            best, draws = int(score[index]), drawn
+            chosen = np.concatenate([own[:index], others[: beside[index]]])
+    if best == 0:
         return None
-    gain = np.where(allowed, gain, 0)
-    count = int(np.argmax(gain)) + 1  # the first of the best: the fewest moves
-    chosen = np.sort(sources[:count]).astype(np.int32)
-    draws = int(drawn[count - 1])
-    return _moves(table, chosen, writable, drawn=list(spare[:draws]))
+    return _moves(table, np.sort(chosen), writable, drawn=list(spare[:draws]))
+
+
+def _emptiest(live: IntArray, which: BoolArray) -> tuple[IntArray, IntArray]:
+    """Indices of the blocks in question, those with the fewest live tokens first, and how many
+    tokens have to move for none, one, two, ... of them."""
+    index = np.flatnonzero(which).astype(np.int32)
+    index = index[np.argsort(live[index], kind="stable")]
+    return index, np.concatenate([[0], np.cumsum(live[index])])
 
 
 def _moves(
