@@ -11,11 +11,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from vtoken.core.background import UNBOUNDED, BackgroundParams
 from vtoken.core.reclaimer import ReclaimMode
 from vtoken.errors import Rejected
 from vtoken.policies import Policy, PolicyParams, find_policy
 
 CHECK_LEVELS = (0, 1, 2, 3)
+SHARED_PREFIX = ("keep", "copy-out")
+OPTIONAL_COUNTS = ("copy_budget", "moves_per_plan")
+BACKGROUND_OPTIONS = (
+    *("threshold", "headroom", "commit_delay", "force_sync", "shared_prefix"),
+    *OPTIONAL_COUNTS,
+)
+"""Options that mean nothing in the other modes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +37,17 @@ class VTokenConfig:
         budget_ratio: the same as a share of the request's length, in (0, 1]; one of the two.
         sinks: first tokens that StreamingLLM keeps.
         seed: seed of policies that draw.
-        reclaim: "eager" or "off", see `ReclaimMode`.
+        reclaim: "eager", "off" or "background", see `ReclaimMode`.
+        threshold: background: share of a request's physical slots that are holes, in (0, 1], from
+            which on it is relocated; ignored while an allocation fails for want of a block.
+        headroom: background: blocks kept free of requests, as targets for `shared_prefix`.
+        copy_budget: background: most bytes of K and V, per rank, given to the copy stream in one
+            step; None for no bound. At least one block's.
+        moves_per_plan: background: most tokens that one plan moves; None for no bound.
+        commit_delay: background: steps between a plan's copies and the switch of the layout.
+        force_sync: background: copy in step order instead of beside the steps (for comparison).
+        shared_prefix: background: "keep" leaves tokens in shared or cached blocks where they are;
+            "copy-out" copies a request's few live ones out of them when a block is gained.
         checks: 0 off; 1 counters and touched entries; 2 also payload digests of moved tokens
             and periodic full scans; 3 everything every step, with the spec in lock step.
     """
@@ -40,6 +58,13 @@ class VTokenConfig:
     sinks: int = 4
     seed: int = 0
     reclaim: str = "eager"
+    threshold: float = 0.25
+    headroom: int = 0
+    copy_budget: int | None = None
+    moves_per_plan: int | None = None
+    commit_delay: int = 2
+    force_sync: bool = False
+    shared_prefix: str = "keep"
     checks: int = 1
     trace: str | None = None
 
@@ -48,6 +73,7 @@ class VTokenConfig:
         if self.reclaim not in [mode.value for mode in ReclaimMode]:
             modes = ", ".join(mode.value for mode in ReclaimMode)
             raise Rejected(f"unknown reclaim mode {self.reclaim!r}; choose one of: {modes}")
+        _check_background(self)
         if self.checks not in CHECK_LEVELS:
             raise Rejected(f"checks must be 0, 1, 2 or 3, not {self.checks}")
         params = self.params  # rejects bad sinks and seeds
@@ -84,6 +110,34 @@ class VTokenConfig:
     @property
     def mode(self) -> ReclaimMode:
         return ReclaimMode(self.reclaim)
+
+    def background(self, *, block_size: int, token_bytes: int) -> BackgroundParams:
+        """Parameters of the background mode in the core's units.
+
+        Args:
+            token_bytes: K and V of one token in all layers of one rank.
+
+        Raises:
+            Rejected: the copy budget is less than one block.
+        """
+        budget = UNBOUNDED
+        if self.copy_budget is not None:
+            budget = self.copy_budget // token_bytes
+            if budget < block_size:
+                raise Rejected(
+                    f"copy_budget {self.copy_budget} does not hold one block of "
+                    f"{block_size * token_bytes} bytes; raise --copy-budget"
+                )
+        params = BackgroundParams(
+            threshold=self.threshold,
+            headroom=self.headroom,
+            copy_budget=budget,
+            moves_per_plan=UNBOUNDED if self.moves_per_plan is None else self.moves_per_plan,
+            commit_delay=self.commit_delay,
+            copy_out=self.shared_prefix == "copy-out",
+        )
+        params.check(block_size=block_size)
+        return params
 
     def budget_for(self, num_tokens: int) -> int:
         """Budget in tokens of a request that will have `num_tokens` after its next token."""
@@ -132,13 +186,42 @@ class VTokenConfig:
         return asdict(self)
 
 
+def _check_background(config: VTokenConfig) -> None:
+    if not 0 < config.threshold <= 1:
+        raise Rejected(f"threshold must be in (0, 1], not {config.threshold}")
+    for name, least in (("headroom", 0), ("commit_delay", 0)):
+        if getattr(config, name) < least:
+            raise Rejected(f"{name} must not be negative, not {getattr(config, name)}")
+    for name in ("copy_budget", "moves_per_plan"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise Rejected(f"{name} must be positive, not {value}; leave it out for no bound")
+    if config.shared_prefix not in SHARED_PREFIX:
+        raise Rejected(
+            f"unknown shared_prefix {config.shared_prefix!r}; choose one of: "
+            + ", ".join(SHARED_PREFIX)
+        )
+    if config.mode is ReclaimMode.BACKGROUND:
+        return
+    defaults = {field.name: field.default for field in fields(VTokenConfig)}
+    for name in BACKGROUND_OPTIONS:
+        if getattr(config, name) != defaults[name]:
+            raise Rejected(f"{name} is an option of --reclaim background, not {config.reclaim}")
+
+
 def _check_types(config: VTokenConfig) -> None:
     """Reject values of a wrong type with the option's name (JSON and YAML let anything in)."""
-    for name in ("sinks", "seed", "checks"):
+    for name in ("sinks", "seed", "checks", "headroom", "commit_delay", *OPTIONAL_COUNTS):
         value = getattr(config, name)
+        if value is None and name in OPTIONAL_COUNTS:
+            continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise Rejected(f"{name} must be a whole number, not {value!r}")
-    for name in ("policy", "reclaim"):
+    if isinstance(config.threshold, bool) or not isinstance(config.threshold, (int, float)):
+        raise Rejected(f"threshold must be a number, not {config.threshold!r}")
+    if not isinstance(config.force_sync, bool):
+        raise Rejected(f"force_sync must be true or false, not {config.force_sync!r}")
+    for name in ("policy", "reclaim", "shared_prefix"):
         if not isinstance(getattr(config, name), str):
             raise Rejected(f"{name} must be a name, not {getattr(config, name)!r}")
     if config.trace is not None and not isinstance(config.trace, str):

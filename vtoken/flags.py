@@ -10,6 +10,7 @@ import typer
 from vtoken.policies import policy_names
 
 _PANEL = "Eviction and reclamation"
+_BACKGROUND = "With --reclaim background"
 
 PolicyOption = Annotated[
     str | None,
@@ -39,10 +40,75 @@ RatioOption = Annotated[
 ReclaimOption = Annotated[
     str | None,
     typer.Option(
-        help="eager: holes are recycled or closed at once; off: evict without reclaiming.",
+        help="eager: holes are recycled or closed at once; background: relocated beside the "
+        "steps; off: evict without reclaiming.",
         metavar="MODE",
         show_default="eager",
         rich_help_panel=_PANEL,
+    ),
+]
+ThresholdOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of holes, in (0, 1], from which on a request is relocated.",
+        metavar="SHARE",
+        show_default="0.25",
+        rich_help_panel=_BACKGROUND,
+    ),
+]
+HeadroomOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Blocks kept free of requests, as targets for --shared-prefix copy-out.",
+        metavar="BLOCKS",
+        show_default="0",
+        rich_help_panel=_BACKGROUND,
+    ),
+]
+CopyBudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Most bytes of K and V given to the copy stream in one step.",
+        metavar="BYTES",
+        show_default="no bound",
+        rich_help_panel=_BACKGROUND,
+    ),
+]
+MovesOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Most tokens that one plan moves.",
+        metavar="TOKENS",
+        show_default="no bound",
+        rich_help_panel=_BACKGROUND,
+    ),
+]
+DelayOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Steps between a plan's copies and the switch of the layout.",
+        metavar="STEPS",
+        show_default="2",
+        rich_help_panel=_BACKGROUND,
+    ),
+]
+ForceSyncOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--force-sync/--no-force-sync",
+        help="Copy in step order instead of beside the steps, to compare.",
+        show_default="no",
+        rich_help_panel=_BACKGROUND,
+    ),
+]
+SharedPrefixOption = Annotated[
+    str | None,
+    typer.Option(
+        help="keep: tokens in shared blocks stay there; copy-out: the few live ones of a request "
+        "are copied out when a block is gained.",
+        metavar="HOW",
+        show_default="keep",
+        rich_help_panel=_BACKGROUND,
     ),
 ]
 ChecksOption = Annotated[

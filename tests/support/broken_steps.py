@@ -118,12 +118,12 @@ def endless_wait(state: State, event: spec.Event) -> Outcome:
 def recycling_in_flight(state: State, event: spec.Event) -> Outcome:
     """A hole is recycled although a copy in flight may go there."""
     after = right_step(state, event)
-    if isinstance(event, spec.Recycle) and isinstance(after, spec.Rejected):
-        if after.reason is spec.Reason.IN_FLIGHT:
-            others = replace(state, flights=())
-            alone = right_step(others, event)
-            if isinstance(alone, State):
-                return replace(alone, flights=state.flights)
+    refused = isinstance(event, spec.Recycle) and isinstance(after, spec.Rejected)
+    if refused and after.reason is spec.Reason.IN_FLIGHT:  # type: ignore[union-attr]
+        others = replace(state, flights=())
+        alone = right_step(others, event)
+        if isinstance(alone, State):
+            return replace(alone, flights=state.flights)
     return after
 
 

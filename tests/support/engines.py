@@ -128,7 +128,7 @@ class Engine:
         """New vToken configuration, empty prefix cache."""
         settings = VTokenConfig(**options)
         self.scheduler.vtoken_configure(settings)
-        self.runner.vtoken_configure(settings.checks)
+        self.runner.vtoken_configure(settings)
         assert self.llm.reset_prefix_cache()
 
     def submit(

@@ -79,8 +79,8 @@ class Recorder:
             if len(ids):
                 self.life(req_id).evictions.append((at, np.array(ids)))
 
-        def drop(req_id: str) -> None:
-            originals[2](req_id)
+        def drop(req_id: str, **how: bool) -> None:
+            originals[2](req_id, **how)
             self._open.pop(req_id, None)
 
         def schedule(req_id: str, *args: Any, **kwargs: Any) -> Any:

@@ -280,6 +280,13 @@ class Reclaimer:
         if recycle and table.num_holes:
             self._recycle_any_hole(table)
 
+    def land_due(self, req_id: str) -> None:
+        """Commit the request's plan if its time has come; for a request that is not planned for
+        in this step."""
+        flight = None if self.background is None else self.background.flights.get(req_id)
+        if self.background is not None and flight is not None and self.background.is_due(flight):
+            self._land(self.tables[req_id], flight)
+
     def _recycle_any_hole(self, table: RequestTable) -> None:
         hole, size = table.recent_hole(), table.block_size
         if not self._pool.private(table.blocks[hole // size : hole // size + 1])[0]:
@@ -432,3 +439,7 @@ class Reclaimer:
         self.meter.drop(req_id)
         if table is not None and self.observer is not None:
             self.observer.dropped(table, preempted=preempted)
+        if len(self.tables) == 0 and self.background is not None and self.background.headroom:
+            # Nobody is left to need it, and vLLM resets its prefix cache only in an unused pool.
+            self._unreserve(self.background.headroom)
+            self.background.headroom = []

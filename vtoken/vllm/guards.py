@@ -179,10 +179,10 @@ def _view_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
     """Holes before the physical end need the gather view, which exists for CPU attention."""
     if _on_cpu() or settings.policy == "none":
         return
-    if settings.reclaim == "off":
+    if settings.reclaim != "eager":
         yield (
-            "reclaim mode 'off' leaves holes in front of attention, and this backend has no view "
-            "that skips them; use --reclaim eager"
+            f"reclaim mode {settings.reclaim!r} leaves holes in front of attention, and this "
+            "backend has no view that skips them; use --reclaim eager"
         )
     elif config.cache_config.enable_prefix_caching:
         yield (
@@ -246,6 +246,12 @@ def check_pool(settings: VTokenConfig, config: VllmConfig, manager: Any) -> None
         )
     blocks = manager.block_pool.num_gpu_blocks - 1  # the null block holds nothing
     tokens = blocks * manager.block_size
+    if settings.headroom >= blocks:
+        raise refuse(
+            f"the KV pool holds {blocks} blocks, no more than the headroom of {settings.headroom}; "
+            "lower --headroom, or give the pool more memory (--kv-cache-memory-bytes, "
+            "--gpu-memory-utilization, or --num-gpu-blocks-override)"
+        )
     if settings.budget is not None and settings.budget > tokens:
         raise refuse(
             f"the KV pool holds {tokens} tokens ({blocks} blocks of {manager.block_size}), less "

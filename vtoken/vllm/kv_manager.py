@@ -38,6 +38,14 @@ class VTokenManager(FullAttentionManager):
     """
 
     reclaimer: Reclaimer | None = None
+    #: whether an allocation wanted more blocks than are free, since the scheduler last looked
+    starved = False
+    #: blocks of `reserve`, by id
+    reserved: dict[int, KVCacheBlock]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reserved = {}
 
     # ---- overrides of vLLM
 
@@ -47,6 +55,7 @@ class VTokenManager(FullAttentionManager):
         if self.reclaimer is not None:
             num_tokens = self.reclaimer.physical_need(request_id, num_tokens)
         count: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        self.starved = self.starved or count > self.block_pool.get_num_free_blocks()
         return count
 
     def allocate_new_blocks(
@@ -90,10 +99,20 @@ class VTokenManager(FullAttentionManager):
         self, req_id: str, keep: Sequence[int], dropped: Sequence[int], joined: Sequence[int] = ()
     ) -> None:
         pool = self.block_pool.blocks
+        for block in joined:  # its one reference was the backend's and is the request's now
+            del self.reserved[block]
         self.req_to_blocks[req_id][:] = [pool[b] for b in keep]
         if dropped:
             # Tail blocks first, as vLLM frees them, so that prefixes stay hit-able longest.
             self.block_pool.free_blocks([pool[b] for b in reversed(dropped)])
+
+    def reserve(self, count: int) -> list[int]:
+        blocks = self.block_pool.get_new_blocks(min(count, self.block_pool.get_num_free_blocks()))
+        self.reserved.update((block.block_id, block) for block in blocks)
+        return [block.block_id for block in blocks]
+
+    def unreserve(self, blocks: Sequence[int]) -> None:
+        self.block_pool.free_blocks([self.reserved.pop(block) for block in blocks])
 
     # ---- for the scheduler
 

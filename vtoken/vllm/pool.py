@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from vllm.v1.core.block_pool import BlockPool
+from collections.abc import Mapping, Sequence
 
 from vtoken.core.flight import Flight
+from vtoken.core.reclaimer import Reclaimer
 from vtoken.core.request_table import RequestTable
-from vtoken.core.table import TokenTable
+from vtoken.vllm.kv_manager import VTokenManager
 
 
 class BlockPoolView:
-    """`vtoken_spec.view.PoolView` over vLLM's BlockPool."""
+    """`vtoken_spec.view.PoolView` over vLLM's BlockPool. Blocks that the backend has reserved are
+    headroom, or held by the plans in flight that draw them; to the laws nobody refers to them."""
 
-    #: no block is set aside for evacuations or held by a plan in the modes `off` and `eager`
-    headroom: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self._pool = pool
-        self.block_size = block_size
+    def __init__(self, manager: VTokenManager, reclaimer: Reclaimer) -> None:
+        self._pool = manager.block_pool
+        self._reserved = manager.reserved
+        self._reclaimer = reclaimer
+        self.block_size = int(manager.block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -35,8 +33,18 @@ class BlockPoolView:
         """Ids in vLLM's free queue, walked link by link, not derived from reference counts."""
         return [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
 
+    @property
+    def headroom(self) -> list[int]:
+        held = set(self.held)
+        return [block for block in self._reserved if block not in held]
+
+    @property
+    def held(self) -> list[int]:
+        beside = self._reclaimer.background
+        return [] if beside is None else beside.held
+
     def ref_count(self, block: int) -> int:
-        return int(self._pool.blocks[block].ref_cnt)
+        return 0 if block in self._reserved else int(self._pool.blocks[block].ref_cnt)
 
     def is_cached(self, block: int) -> bool:
         return self._pool.blocks[block].block_hash is not None
@@ -45,14 +53,14 @@ class BlockPoolView:
 class EngineView:
     """`vtoken_spec.view.StateView` of a running engine."""
 
-    def __init__(self, pool: BlockPool, tables: TokenTable) -> None:
-        self.pool = BlockPoolView(pool, tables.block_size)
-        self._tables = tables
+    def __init__(self, manager: VTokenManager, reclaimer: Reclaimer) -> None:
+        self.pool = BlockPoolView(manager, reclaimer)
+        self._reclaimer = reclaimer
 
     @property
     def requests(self) -> Mapping[str, RequestTable]:
-        return {table.req_id: table for table in self._tables.values()}
+        return {table.req_id: table for table in self._reclaimer.tables.values()}
 
     @property
-    def flights(self) -> tuple[Flight, ...]:
-        return ()
+    def flights(self) -> Sequence[Flight]:
+        return self._reclaimer.flights

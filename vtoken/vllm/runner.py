@@ -15,12 +15,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vtoken.checks.worker import WorkerChecker
+from vtoken.config import VTokenConfig
 from vtoken.core.layout import LayoutChange, StepLayout
 from vtoken.errors import InvariantViolation
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
 from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
-from vtoken.kv.streams import SynchronousCopyStream
+from vtoken.kv.streams import CopyStream, SynchronousCopyStream, ThreadCopyStream
 from vtoken.vllm.backend import (
     GatherRows,
     GatherScratch,
@@ -55,6 +56,7 @@ class VTokenRunnerMixin:
     vtoken_step: StepMetadata = _NO_STEP
     _vtoken_gathered: tuple[GatherRows, ...] = ()
     vtoken_relocator: Relocator
+    vtoken_stream: CopyStream | None = None
     vtoken_layout: KVLayout
     vtoken_checker: WorkerChecker
 
@@ -82,15 +84,18 @@ class VTokenRunnerMixin:
         last = self.kv_cache_config.num_blocks - 1
         probe_layout(self.vtoken_layout, write, (last - 1, last))
         self._vtoken_scratch = GatherScratch(self.vtoken_layout)
-        self.vtoken_configure(settings_of(self.vllm_config).checks)
+        self.vtoken_configure(settings_of(self.vllm_config))
 
-    def vtoken_configure(self, level: int) -> None:
-        """Check at this level from the next step on; all counters start anew."""
-        self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=level)
+    def vtoken_configure(self, settings: VTokenConfig) -> None:
+        """Take a configuration from the next step on; all counters start anew."""
+        if self.vtoken_stream is not None:
+            self.vtoken_stream.close()
+        beside = settings.reclaim == "background" and not settings.force_sync
+        self.vtoken_stream = ThreadCopyStream() if beside else SynchronousCopyStream()
+        self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=settings.checks)
         watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
-        self.vtoken_relocator = Relocator(
-            Mover(self.vtoken_layout), SynchronousCopyStream(), watch=watch
-        )
+        mover = Mover(self.vtoken_layout)
+        self.vtoken_relocator = Relocator(mover, self.vtoken_stream, watch=watch)
 
     # ---- each step
 

@@ -60,6 +60,9 @@ class VTokenSchedulerMixin:
                 context,
             )
         self.vtoken_manager: VTokenManager = manager
+        group = self.kv_cache_manager.kv_cache_config.kv_cache_groups[0]
+        page = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        self._token_bytes: int = page // manager.block_size
         self._warned_sessions = False
         self.vtoken_configure(settings)
 
@@ -78,10 +81,13 @@ class VTokenSchedulerMixin:
             block_size=manager.block_size,
             mode=settings.mode,
             pool=manager,
+            background=settings.background(
+                block_size=manager.block_size, token_bytes=self._token_bytes
+            ),
         )
         manager.reclaimer = self.vtoken
-        view = EngineView(self.kv_cache_manager.block_pool, self.vtoken.tables)
-        self.vtoken_checker.bind(view)
+        view = EngineView(manager, self.vtoken)
+        self.vtoken_checker.bind(view, background=self.vtoken.background)
         if self.vtoken_recorder is not None:
             self.vtoken_recorder.close()
             self.vtoken_recorder = None
@@ -105,6 +111,8 @@ class VTokenSchedulerMixin:
     # ---- overrides of vLLM
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.vtoken.begin_step()
+        self.vtoken_manager.starved = False
         if self._policy_class is not None:
             for request in self.running:
                 self._evict_and_reclaim(request)
@@ -152,9 +160,10 @@ class VTokenSchedulerMixin:
             + request.num_output_placeholders
             - request.num_computed_tokens
         )
-        if pending <= 0:
-            return
         req_id = request.request_id
+        if pending <= 0:
+            self.vtoken.land_due(req_id)
+            return
         table = self.vtoken.tables.get(req_id)
         if table is None or not self._evictable(request):
             return
@@ -170,7 +179,7 @@ class VTokenSchedulerMixin:
                 PolicyView(table.logical_len, table.live, table.num_live, excess)
             )
             self.vtoken.evict(req_id, victims)
-        if table.num_holes:
+        if table.num_holes or self.vtoken.background is not None:
             self.vtoken.prepare(req_id, pending=pending)
 
     def _evictable(self, request: Request) -> bool:
@@ -218,7 +227,7 @@ class VTokenSchedulerMixin:
                 step.layouts[req_id] = layout
             if checker.watches_reads(req_id):
                 step.expected[req_id] = reclaimer.tables[req_id].snapshot()
-        reclaimer.end_step()
+        reclaimer.end_step(pressure=manager.starved)
         checker.end_step()
         if not step.empty:
             attach(output, step)

@@ -165,7 +165,7 @@ class Session:
             Rejected: requests are being served.
         """
         self.scheduler.vtoken_configure(config)
-        self.llm.collective_rpc("vtoken_configure", args=(config.checks,))
+        self.llm.collective_rpc("vtoken_configure", args=(config.as_dict(),))
         self.llm.reset_prefix_cache()
         self.config = config
 

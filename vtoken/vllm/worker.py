@@ -8,6 +8,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from vtoken.config import VTokenConfig
 from vtoken.vllm.guards import check_config
 from vtoken.vllm.kv_manager import register_spec
 from vtoken.vllm.runner import VTokenCPUModelRunner, VTokenGPUModelRunner
@@ -23,9 +24,9 @@ class VTokenWorkerMixin:
         register_spec()
         super().__init__(vllm_config, *args, **kwargs)
 
-    def vtoken_configure(self, level: int) -> None:
-        """Check at this level from the next step on, for `collective_rpc`."""
-        self.model_runner.vtoken_configure(level)
+    def vtoken_configure(self, values: dict[str, Any]) -> None:
+        """Take a configuration from the next step on, for `collective_rpc`."""
+        self.model_runner.vtoken_configure(VTokenConfig.from_mapping(values))
 
     def vtoken_report(self) -> dict[str, Any]:
         """Counts of this rank since start, for `collective_rpc`."""
