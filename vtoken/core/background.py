@@ -7,8 +7,8 @@ as headroom. The four stages:
 - relocation planning: `evacuation.py`;
 - copy: the plan flies for `commit_delay` steps, then the table switches.
 
-Who was left out for want of copy budget goes first in the next step, so that everybody's turn
-comes within as many steps as there are requests (L10).
+Who was left out for want of copy budget goes first in the next steps, those who have waited longest
+before all others: everybody's turn comes within as many steps as there are requests (L10).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Background:
         self._step = 0
         self._budget = params.copy_budget
         self._first: set[str] = set()
-        self._left_out: set[str] = set()
+        self._left_out: dict[str, int] = {}
         self._asked: set[str] = set()
 
     @property
@@ -108,10 +108,12 @@ class Background:
     def end_step(self, *, pressure: bool) -> None:
         """Close a step in which an allocation failed, or none did."""
         # Who did not ask again needs no turn any more.
-        self._first &= self._asked
-        if not self._first:
-            self._first = self._left_out
-        self._left_out, self._asked = set(), set()
+        waiting = {
+            req_id: since for req_id, since in self._left_out.items() if req_id in self._asked
+        }
+        longest = min(waiting.values(), default=0)
+        self._first = {req_id for req_id, since in waiting.items() if since == longest}
+        self._left_out, self._asked = waiting, set()
         self.pressure = pressure
         self._step += 1
 
@@ -133,7 +135,7 @@ class Background:
             table, writable, max_moves=most, spare=spare, copy_out=params.copy_out
         )
         if plan is None:
-            self._first.discard(table.req_id)
+            self._had_turn(table.req_id)
             return None
         waits = bool(self._first) and table.req_id not in self._first
         if len(plan.token_ids) > self._budget and not waits:
@@ -142,10 +144,14 @@ class Background:
                 table, writable, max_moves=most, spare=spare, copy_out=params.copy_out
             )
         if waits or plan is None:
-            self._left_out.add(table.req_id)
+            self._left_out.setdefault(table.req_id, self._step)
             return None
-        self._first.discard(table.req_id)
+        self._had_turn(table.req_id)
         return plan
+
+    def _had_turn(self, req_id: str) -> None:
+        self._first.discard(req_id)
+        self._left_out.pop(req_id, None)
 
     def flight_of(self, table: RequestTable, plan: EvacuationPlan) -> Flight:
         """The plan as it is about to go into flight."""
@@ -161,6 +167,5 @@ class Background:
 
     def land(self, req_id: str) -> Flight | None:
         """Take the request's plan out of flight; the headroom it drew is the caller's concern."""
-        self._first.discard(req_id)
-        self._left_out.discard(req_id)
+        self._had_turn(req_id)
         return self.flights.pop(req_id, None)

@@ -287,6 +287,13 @@ class Reclaimer:
         if self.background is not None and flight is not None and self.background.is_due(flight):
             self._land(self.tables[req_id], flight)
 
+    def abort_flight(self, number: int) -> None:
+        """A worker could not copy what the plan moves: the old layout stays. Unknown numbers, of
+        plans that have ended since, are ignored."""
+        for flight in self.flights:
+            if flight.number == number:
+                self._abort(flight.req_id)
+
     def _recycle_any_hole(self, table: RequestTable) -> None:
         hole, size = table.recent_hole(), table.block_size
         if not self._pool.private(table.blocks[hole // size : hole // size + 1])[0]:

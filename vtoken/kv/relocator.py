@@ -12,7 +12,7 @@ from vtoken.core.arrays import IntArray
 from vtoken.core.layout import NO_FLIGHT, CopyOrder, LayoutChange, StepOrders
 from vtoken.errors import InvariantViolation
 from vtoken.kv.mover import Mover
-from vtoken.kv.streams import CopyEvent, CopyStream
+from vtoken.kv.streams import CopyEvent, CopyFailed, CopyStream
 
 
 class RelocationWatch(Protocol):
@@ -65,22 +65,23 @@ class Relocator:
         self._stream = stream
         self._watch = watch
         self._run = run
+        self.failed_copies = 0
         self._events: dict[int, CopyEvent] = {}
+        self._told: set[int] = set()
 
     def apply(self, orders: StepOrders) -> None:
         """Execute `orders`; afterwards the block lists may be switched to `orders.changes`.
 
         Raises:
             InvariantViolation: I1, or I3 for a plan that is waited for and was never launched.
-            CopyFailed: a copy that is waited for did not finish.
         """
+        landed = [change for change in orders.changes if change.flight != NO_FLIGHT]
+        committed = {change.flight: change for change in landed}
         for order in orders.launches:
             self._launch(order)
         for number in orders.waits:
-            self._wait(number)
+            self._wait(number, committed.get(number))
         self._move([change for change in orders.changes if change.flight == NO_FLIGHT])
-        landed = [change for change in orders.changes if change.flight != NO_FLIGHT]
-        committed = {change.flight for change in landed}
         if self._watch is not None:
             for change in landed:
                 self._look(self._watch.landed, change, change.targets, change.req_id)
@@ -96,13 +97,32 @@ class Relocator:
         )
         self._events[order.flight] = self._stream.launch(copies)
 
-    def _wait(self, number: int) -> None:
+    def take_failed(self) -> list[int]:
+        """Plans in flight of which a copy is known to have failed, each once: the scheduler should
+        abort them while they are not committed."""
+        failed = [
+            number
+            for number, event in self._events.items()
+            if event.error is not None and number not in self._told
+        ]
+        self._told.update(failed)
+        return failed
+
+    def _wait(self, number: int, change: LayoutChange | None) -> None:
         event = self._events.pop(number, None)
         if event is None:
             raise InvariantViolation(
                 law="I3", message=f"plan {number} is waited for, but was never launched"
             )
-        self._stream.wait(event)
+        self._told.discard(number)
+        try:
+            self._stream.wait(event)
+        except CopyFailed:
+            self.failed_copies += 1
+            if change is not None:
+                # All ranks commit, whatever happened on one of them. Its sources are as they
+                # were until now, so what the copy stream could not do is done in step order.
+                self._copy(change.sources, change.targets)
 
     def _move(self, changes: Sequence[LayoutChange]) -> None:
         if not changes:
@@ -111,9 +131,15 @@ class Relocator:
         if len(sources) == 0:
             return
         targets = np.concatenate([change.targets for change in changes])
-        move_from, move_to = self._slots(sources), self._slots(targets)
         if self._watch is not None:
             self._look(self._watch.before_moves, changes, sources, None)
+        self._copy(sources, targets)
+        if self._watch is not None:
+            self._look(self._watch.after_moves, changes, targets, None)
+
+    def _copy(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy in step order."""
+        move_from, move_to = self._slots(sources), self._slots(targets)
         self._run(
             lambda: self.mover.move(move_from, move_to),
             kind="write",
@@ -121,8 +147,6 @@ class Relocator:
             reads=sources,
             writes=targets,
         )
-        if self._watch is not None:
-            self._look(self._watch.after_moves, changes, targets, None)
 
     def _look(
         self, check: Callable[[Any], None], what: Any, reads: IntArray, owner: str | None

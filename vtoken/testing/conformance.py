@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
-from vtoken_spec import LAWS
+from vtoken.trace.shrink import minimal
+from vtoken_spec import LAWS, Breach
 
-__all__ = ["CHECKS", "ConformanceError", "ConformanceReport", "Failure", "shortest"]
+__all__ = ["CHECKS", "ConformanceError", "ConformanceReport", "Failure", "said", "shortest"]
 
 T = TypeVar("T")
 
@@ -96,11 +97,11 @@ class ConformanceReport:
 
     def __str__(self) -> str:
         done = ", ".join(f"{name} {count}" for name, count in sorted(self.operations.items()))
-        refused, kinds = self.rejections.total(), len(self.rejections)
-        return (
-            f"{self.subject}: {self.histories} histories ({done}); "
-            f"{refused} wrong calls of {kinds} kinds refused"
-        )
+        text = f"{self.subject}: {self.histories} histories ({done})"
+        if self.rejections:
+            kinds = len(self.rejections)
+            text += f"; {self.rejections.total()} wrong calls of {kinds} kinds refused"
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,45 +113,42 @@ class Failure:
     at: int = 0
 
 
+def said(breach: Breach) -> str:
+    """The message of a breach without the law's name, which a failure has already."""
+    return breach.message.removeprefix(f"{breach.law} {LAWS[breach.law].title}: ")
+
+
 def shortest(
     items: Sequence[T],
-    fails: Callable[[tuple[T, ...]], bool],
+    fails: Callable[[Sequence[T]], bool],
     *,
     simpler: Callable[[T], Iterable[T]] = lambda item: (),
-    most_tries: int = 1000,
-) -> tuple[T, ...]:
+    most_runs: int = 1000,
+) -> list[T]:
     """A short history for which `fails` still holds, as it does for `items`.
 
-    Delta debugging: leave out chunks of halving size, then replace single items by simpler ones,
-    until neither helps or `most_tries` runs are used up.
+    Items are left out, and single ones replaced by simpler ones, until neither helps.
 
     Args:
         fails: runs a history afresh.
-        simpler: what may stand for an item, the simplest first; never the item itself.
+        simpler: what may stand for an item, the simplest first; never the item itself, and nothing
+            that leads back to it.
+        most_runs: how often `fails` may be asked.
     """
-    current, left = tuple(items), most_tries
+    left = most_runs
 
-    def holds(candidate: tuple[T, ...]) -> bool:
+    def holds(candidate: Sequence[T]) -> bool:
         nonlocal left
         left -= 1
         return left >= 0 and fails(candidate)
 
-    changed = True
+    current, changed = list(items), True
     while changed and left > 0:
-        changed = False
-        chunk = max(1, len(current) // 2)
-        while chunk:
-            index = len(current)
-            while index > 0:  # from the end: what comes last depends on what comes first
-                index = max(0, index - chunk)
-                candidate = current[:index] + current[index + chunk :]
-                if len(candidate) < len(current) and holds(candidate):
-                    current, changed = candidate, True
-            chunk //= 2
+        current, changed = minimal(current, holds, most_runs=left), False
         for index in reversed(range(len(current))):
             options = iter(simpler(current[index]))
-            while (option := next(options, None)) is not None:
-                candidate = (*current[:index], option, *current[index + 1 :])
+            while left > 0 and (option := next(options, None)) is not None:
+                candidate = [*current[:index], option, *current[index + 1 :]]
                 if holds(candidate):
                     current, changed = candidate, True
                     options = iter(simpler(option))

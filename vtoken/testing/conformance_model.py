@@ -3,17 +3,17 @@
 `answer` turns one call into events of `vtoken_spec` and says what the state is then, or why the
 call is refused. `ModelTable` is a token table made of it: slow, obvious, and a fake for tests.
 
-| call | events |
-| --- | --- |
-| `sync_new_tokens` | `Allocate` of the blocks that are new, `Append`; blocks that another request has, at the start of a request's first list, are a shared prefix: `Cache`, `Hit`, `Uncache` |
-| `evict_token`, `evict_tokens` | `Evict` |
-| `apply_moves` | `Prepare`, `Copy` of each move, `Wait`, `Commit`: nothing is released or trimmed |
-| `drop` | `Finish` |
-"""  # noqa: E501
+- `sync_new_tokens` is `Allocate` of the blocks that are new, and `Append`. Blocks that another
+  request has, at the start of a request's first list, are a shared prefix: `Cache`, `Hit` and
+  `Uncache` come first.
+- `evict_token` and `evict_tokens` are `Evict`, and `drop` is `Finish`.
+- `apply_moves` is `Prepare`, `Copy` of each move, `Wait` and `Commit`: nothing is released or
+  trimmed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -46,7 +46,7 @@ class TokenTableLike(Protocol):
 
     def sync_new_tokens(
         self, req_id: str, block_ids: Sequence[int], total_len: int
-    ) -> Sequence[int]:
+    ) -> Iterable[int]:
         """Register tokens up to `total_len`; `block_ids` is the request's whole list, which
         extends the known one. A request begins with its first call. Returns the slots of the new
         tokens."""
@@ -78,7 +78,7 @@ class Sync:
     block_ids: tuple[int, ...]
     total_len: int
 
-    def on(self, table: TokenTableLike) -> Sequence[int]:
+    def on(self, table: TokenTableLike) -> object:
         given = list(self.block_ids)
         slots = table.sync_new_tokens(self.req_id, given, self.total_len)
         given.clear()
@@ -231,8 +231,9 @@ def _moved(state: State, call: ApplyMoves) -> State | Refusal:
         moves.append(spec.Move(token, source, block * size + offset))
     plan = spec.Plan(call.req_id, table.version, table.blocks, tuple(moves), (), "dense")
     copies = [spec.Copy(call.req_id, index) for index in range(len(moves))]
-    flight = (spec.Prepare(plan), *copies, spec.Wait(call.req_id), spec.Commit(call.req_id))
-    return _stepped(state, *flight)
+    return _stepped(
+        state, spec.Prepare(plan), *copies, spec.Wait(call.req_id), spec.Commit(call.req_id)
+    )
 
 
 def _stepped(state: State, *events: spec.Event) -> State | Refusal:
@@ -240,7 +241,8 @@ def _stepped(state: State, *events: spec.Event) -> State | Refusal:
         after = spec.step(state, event)
         if isinstance(after, spec.Rejected):
             verdict: Literal["refuse", "open"] = "open" if after.reason in _OPEN else "refuse"
-            return Refusal(after.reason.value, after.detail, verdict)
+            detail = after.detail.removeprefix(f"{after.reason.value}: ")
+            return Refusal(after.reason.value, detail, verdict)
         state = after
     return state
 

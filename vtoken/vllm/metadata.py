@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vtoken.core.arrays import TableSnapshot
 from vtoken.core.layout import StepLayout, StepOrders
 
 _ATTRIBUTE = "vtoken_step"
+_FAILED = "vtoken_failed"
 
 
 @dataclass
@@ -40,6 +42,16 @@ class StepMetadata:
 
 def attach(output: SchedulerOutput, step: StepMetadata) -> None:
     setattr(output, _ATTRIBUTE, step)
+
+
+def tell_failed(output: ModelRunnerOutput, flights: list[int]) -> None:
+    """The way back: plans in flight of which a copy has failed on this rank."""
+    setattr(output, _FAILED, flights)
+
+
+def failed_flights(output: ModelRunnerOutput) -> list[int]:
+    found: list[int] = getattr(output, _FAILED, [])
+    return found
 
 
 def metadata_of(output: SchedulerOutput) -> StepMetadata | None:

@@ -65,6 +65,9 @@ OVERRIDES: tuple[Override, ...] = (
     ),
     Override(f"{_MANAGER}.pop_blocks_for_free", ("self", "request_id")),
     Override(f"{_SCHEDULER}.schedule", ("self", "throttle_prefills")),
+    Override(
+        f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")
+    ),
     Override(f"{_SCHEDULER}._free_request_blocks", ("self", "request")),
     Override(f"{_SCHEDULER}._update_request_as_session", ("self", "session", "update")),
     Override(f"{_RUNNER}.get_kv_cache_spec", ("self",)),
@@ -73,6 +76,7 @@ OVERRIDES: tuple[Override, ...] = (
         ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     ),
     Override(f"{_RUNNER}._update_states", ("self", "scheduler_output")),
+    Override(f"{_RUNNER}.sample_tokens", ("self", "grammar_output")),
     Override(f"{_RUNNER}._prepare_inputs", ("self", "scheduler_output", "num_scheduled_tokens")),
     Override(
         f"{_RUNNER}._build_attention_metadata",

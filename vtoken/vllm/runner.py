@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -31,7 +32,7 @@ from vtoken.vllm.backend import (
 )
 from vtoken.vllm.guards import check_layers
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
-from vtoken.vllm.metadata import StepMetadata, metadata_of
+from vtoken.vllm.metadata import StepMetadata, metadata_of, tell_failed
 from vtoken.vllm.settings import settings_of
 
 _NO_STEP = StepMetadata()
@@ -110,6 +111,16 @@ class VTokenRunnerMixin:
             self.vtoken_relocator.apply(self.vtoken_step.orders)
             self._switch_layouts(self.vtoken_step.orders.changes)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        # An output that is still to come cannot carry it; then the copies are made good at the
+        # commit instead (`Relocator`).
+        if isinstance(output, ModelRunnerOutput) and (
+            failed := self.vtoken_relocator.take_failed()
+        ):
+            tell_failed(output, failed)
+        return output
 
     def _switch_layouts(self, changes: list[LayoutChange]) -> None:
         for change in changes:

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vtoken import __version__
@@ -27,7 +28,7 @@ from vtoken.policies import Policy, PolicyView
 from vtoken.trace import Recorder
 from vtoken.vllm.guards import check_engine, check_pool
 from vtoken.vllm.kv_manager import VTokenManager
-from vtoken.vllm.metadata import StepMetadata, attach
+from vtoken.vllm.metadata import StepMetadata, attach, failed_flights
 from vtoken.vllm.pool import EngineView
 from vtoken.vllm.settings import settings_of
 
@@ -119,6 +120,14 @@ class VTokenSchedulerMixin:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._register_step(output)
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        for number in failed_flights(model_runner_output):
+            logger.warning("a copy of plan %d failed; the plan is aborted", number)
+            self.vtoken.abort_flight(number)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def _free_request_blocks(self, request: Request) -> None:
         # Finish, abort and preemption: the policy's state goes with the table. A preempted
