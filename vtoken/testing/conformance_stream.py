@@ -37,8 +37,6 @@ __all__ = ["check_copy_stream"]
 StreamFactory = Callable[[], CopyStream]
 ComputeFactory = Callable[[CopyStream], ComputeStream]
 
-_PATIENCE_S = 10.0
-
 
 def check_copy_stream(
     factory: StreamFactory,
@@ -46,6 +44,7 @@ def check_copy_stream(
     examples: int = 100,
     seed: int = 0,
     compute: ComputeFactory = compute_of,
+    patience_s: float = 10.0,
 ) -> ConformanceReport:
     """Hold a copy stream to the contract of `vtoken.kv.streams.CopyStream`.
 
@@ -57,21 +56,22 @@ def check_copy_stream(
         seed: of the first; the others follow in numbers.
         compute: the compute stream that goes with a stream. By default that of its
             `SimulatedDevice`, if it has one as `device`; else the caller, who runs things at once.
+        patience_s: after how long a history, of which copies take milliseconds, counts as hanging.
 
     Raises:
         ConformanceError: with the shortest history found.
     """
     report = ConformanceReport("copy stream")
-    failure = _polled_while_it_runs(factory)
+    failure = _polled_while_it_runs(factory, patience_s)
     if failure is not None:
         lines = ("event = stream.launch([a copy that goes on])", "stream.done(event)")
         raise ConformanceError(failure.law, failure.message, lines, "check_copy_stream(factory)")
     for number in range(seed, seed + examples):
         steps = drawn_steps(random.Random(number))
-        failure = run_history(factory, compute, steps, patience_s=_PATIENCE_S, report=report)
+        failure = run_history(factory, compute, steps, patience_s=patience_s, report=report)
         if failure is not None:
             again = f"check_copy_stream(factory, examples=1, seed={number})"
-            raise _shown(factory, compute, steps, failure, again)
+            raise _shown(factory, compute, steps, failure, again, patience_s)
         report.histories += 1
     return report
 
@@ -82,6 +82,7 @@ def _shown(
     steps: Sequence[Step],
     failure: Failure,
     again: str,
+    patience_s: float,
 ) -> ConformanceError:
     """The error, with a shorter history that fails by the same law. Threads may hide a fault, so
     each is tried some times; one that hangs only a few, since each costs patience."""
@@ -91,8 +92,8 @@ def _shown(
     def fails(candidate: Sequence[Step]) -> bool:
         nonlocal seen
         for _ in range(1 if hangs else 3):
-            patience_s = 0.5 if hangs else _PATIENCE_S
-            found = run_history(factory, compute, candidate, patience_s=patience_s)
+            patient_s = min(0.5, patience_s) if hangs else patience_s
+            found = run_history(factory, compute, candidate, patience_s=patient_s)
             if found is not None and found.law == failure.law:
                 seen = found
                 return True
@@ -109,7 +110,7 @@ def _shown(
     return ConformanceError(seen.law, seen.message, tuple(lines), again)
 
 
-def _polled_while_it_runs(factory: StreamFactory) -> Failure | None:
+def _polled_while_it_runs(factory: StreamFactory, patience_s: float) -> Failure | None:
     """Asking whether a launch is done returns while its copy goes on, and says no.
 
     The copy ends when it has been asked about, or after a while by itself: then asking blocked, or
@@ -119,8 +120,8 @@ def _polled_while_it_runs(factory: StreamFactory) -> Failure | None:
     failure = None
     for left_alone_s in (0.1, 0.5, 2.0):
         found: list[Failure] = []
-        if not returns(partial(_poll_once, factory, left_alone_s, found), _PATIENCE_S):
-            return Failure("hang", f"one launch and its end take more than {_PATIENCE_S} s")
+        if not returns(partial(_poll_once, factory, left_alone_s, found), patience_s):
+            return Failure("hang", f"one launch and its end take more than {patience_s} s")
         failure = found[0] if found else None
         if failure is None or failure.message != _BLOCKS:
             break

@@ -78,14 +78,7 @@ def _episode(
 ) -> tuple[str, str] | None:
     """One episode; (law, message) of what it found."""
     engine, scheduler = session.llm.llm_engine, session.scheduler
-    settings = VTokenConfig(
-        policy=rng.choice(["streaming-llm", "sliding-window", "random"]),
-        budget=rng.randint(6, 300),
-        reclaim=rng.choice(["eager", "eager", "off"]),
-        seed=rng.randint(0, 99),
-        checks=3,
-        trace=str(file),
-    )
+    settings = _settings(rng, file)
     session.reconfigure(settings)
     shared = _prompt(rng, rng.randint(0, 100))
     alive: list[str] = []
@@ -128,6 +121,30 @@ def _episode(
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"
     return None
+
+
+def _settings(rng: random.Random, file: Path) -> VTokenConfig:
+    mode = rng.choice(["background", "background", "eager", "off"])
+    beside: dict[str, Any] = {}
+    if mode == "background":
+        beside = {
+            "threshold": rng.choice([0.02, 0.2, 0.5]),
+            "headroom": rng.choice([0, 1, 3]),
+            "copy_budget": rng.choice([None, 1 << 17]),
+            "moves_per_plan": rng.choice([None, BLOCK]),
+            "commit_delay": rng.randint(0, 8),
+            "force_sync": rng.random() < 0.2,
+            "shared_prefix": rng.choice(["keep", "copy-out"]),
+        }
+    return VTokenConfig(
+        policy=rng.choice(["streaming-llm", "sliding-window", "random", "random"]),
+        budget=rng.randint(6, 300),
+        reclaim=mode,
+        seed=rng.randint(0, 99),
+        checks=3,
+        trace=str(file),
+        **beside,
+    )
 
 
 def _prompt(rng: random.Random, length: int) -> list[int]:
