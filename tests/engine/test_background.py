@@ -188,6 +188,19 @@ def test_plans_in_flight_survive_aborts_preemptions_and_endings(tiny: Engine) ->
     assert total.rows_after_eviction > 100
 
 
+def test_rows_with_holes_are_told_in_full_only_after_a_structural_change(tiny: Engine) -> None:
+    """In `off` nothing moves: a row is told in full when it gets its first hole and after a block
+    has left it, and brought up to date in every other step."""
+    rng = np.random.default_rng(4)
+    tiny.configure(policy="random", budget=60, reclaim="off", checks=3, seed=1)
+    served = tiny.serve([rng.integers(3, 259, n).tolist() for n in (50, 70)], 120)
+    views, tokens = tiny.runner.vtoken_translation, served.report["tokens"]
+    assert views.rebuilds == tiny.scheduler.vtoken.views.told_in_full
+    assert 2 <= views.rebuilds <= 2 + tokens["released_blocks"]
+    assert views.updates > 5 * views.rebuilds
+    assert tiny.compare(served).max_error <= ABSOLUTE
+
+
 class OnlyFirst(Burst):
     """The same, in the request admitted first and nowhere else."""
 

@@ -47,7 +47,7 @@ def walk(
             engine.verify()
         shared = any(engine.pool.ref_count(b) > 1 for b in range(engine.pool.num_blocks))
         names["steps with shared blocks"] += shared
-        gathers = [lay for lay in engine.layouts.values() if lay.live_slots is not None]
+        gathers = [lay for lay in engine.layouts.values() if lay.holes]
         names["gathered rows"] += len(gathers)
     engine.verify()
     engine.executor.drain()

@@ -323,7 +323,7 @@ FAULTS = [
     Fault("nothing copied", "I1", 2, copy_nothing, "payload changed", token_id=10),
     Fault("value overwritten", "I1", 3, overwrite_a_value, "payload changed", token_id=6),
     Fault(
-        "table unlike the model", "L6", 3, drift_from_the_model, "foreign slot", req_id=None,
+        "table unlike the model", "L6", 3, drift_from_the_model, "is not read", req_id=None,
         mode="off",
     ),
 ]  # fmt: skip

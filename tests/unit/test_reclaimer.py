@@ -49,7 +49,7 @@ def test_a_hole_that_was_not_taken_is_forgotten_at_the_end_of_the_step(pool: Fak
     assert reclaimer.physical_need("a", 12) == 12
     layout = reclaimer.schedule("a", [], 12)
     assert reclaimer.tables["a"].slot_of(11) == pool.lists["a"][2] * 4 + 3
-    assert layout.live_slots is not None
+    assert layout.holes
 
 
 def test_without_reclamation_nothing_is_recycled(pool: FakePool) -> None:

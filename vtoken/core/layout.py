@@ -47,8 +47,10 @@ class StepLayout:
 
     Attributes:
         reclaimed: logical length minus physical length, after the step's tokens.
-        live_slots: slots of all live tokens in logical order when holes are left before the
-            physical end (the gather view), else None (the dense view); int32.
+        holes: whether holes are left before the physical end: the gather view, else the dense.
+        live_slots: with holes, the slots of all live tokens in logical order where the worker
+            does not have them, else None; int32.
+        gone: with holes, and otherwise, the slots that are no longer live since it was told; int32.
         num_live: how many slots attention has to read, the step's tokens included.
         new_slots: where the step's tokens are written, in logical order; int32. Those that a
             new request adopts from the prefix cache come first and are not written.
@@ -57,12 +59,14 @@ class StepLayout:
     reclaimed: int
     num_live: int
     new_slots: IntArray
+    holes: bool = False
     live_slots: IntArray | None = None
+    gone: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     def reads(self, table: RequestTable) -> IntArray:
-        """The slots that attention is given in the step, in the order of its view; int32."""
-        if self.live_slots is not None:
-            return self.live_slots
+        """The slots that attention is given in the step, a chunk's own last; int32."""
+        if self.holes:
+            return table.live_slots()
         return table.slots_at(np.arange(table.physical_len, dtype=np.int32))
 
 

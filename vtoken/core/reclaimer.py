@@ -37,6 +37,7 @@ from vtoken.core.observer import Observer
 from vtoken.core.planner import plan_dense, plan_release
 from vtoken.core.request_table import RequestTable
 from vtoken.core.table import TokenTable
+from vtoken.core.views import ViewNews
 from vtoken.errors import InvariantViolation
 
 _NO_SLOTS = np.empty(0, dtype=np.int32)
@@ -124,6 +125,7 @@ class Reclaimer:
         self.mode = mode
         self.counters = ReclaimCounters()
         self.meter = BlockMeter()
+        self.views = ViewNews()
         self.observer = observer
         self._pool = pool
         self._changes: dict[str, tuple[RequestTable, LayoutChange]] = {}
@@ -161,6 +163,7 @@ class Reclaimer:
         """Mark tokens dead from this step on. Raises `Rejected`; nothing changes then."""
         table = self.tables[req_id]
         table.evict(token_ids)
+        self.views.evicted(table, token_ids)
         self.counters.evicted += len(token_ids)
         if self.observer is not None and len(token_ids):
             self.observer.evicted(table, token_ids)
@@ -358,6 +361,7 @@ class Reclaimer:
         flight: Flight | None = None,
     ) -> None:
         dropped = table.set_layout(keep, physical_len)
+        self.views.forget(table.req_id)
         blocks: list[int] = table.blocks.tolist()
         joined = [] if flight is None else flight.moves.drawn
         self._pool.set_blocks(table.req_id, blocks, dropped, joined)
@@ -407,8 +411,7 @@ class Reclaimer:
         if recycled:
             self.counters.recycled += 1
         layout = StepLayout(table.reclaimed, table.num_live, slots)
-        if table.num_holes:
-            layout.live_slots = table.live_slots()
+        self.views.tell(table, layout)
         self.meter.update(table)
         if self.observer is not None:
             self.observer.appended(table, layout, new_blocks, adopted, recycled=recycled)
@@ -441,6 +444,7 @@ class Reclaimer:
         """A request finished, was aborted or preempted: its table goes, its plan with it."""
         self._abort(req_id)
         table = self.tables.drop(req_id)
+        self.views.forget(req_id)
         self._changes.pop(req_id, None)
         self._holes.pop(req_id, None)
         self.meter.drop(req_id)

@@ -345,7 +345,7 @@ class FakeEngine:
             return
         shared = self._shared.get(request.req_id, set())
         layout = self.layouts.get(request.req_id)
-        if layout is not None and layout.live_slots is not None:
+        if layout is not None and layout.holes:
             holes = set((table.hole_positions() // self.block_size).tolist())
             private = {int(table.blocks[i]) for i in holes} - shared
             must(not private, f"{request.req_id}: holes in private blocks {sorted(private)}")

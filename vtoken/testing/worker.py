@@ -22,6 +22,7 @@ from vtoken.core.layout import LayoutChange
 from vtoken.kv import KVLayout, Mover
 from vtoken.kv.relocator import Relocator, run_now
 from vtoken.kv.streams import CopyStream, SynchronousCopyStream
+from vtoken.kv.translation import TranslationCache
 from vtoken.testing.device import COMPUTE, COPY, AdversarialCopyStream, SimulatedDevice
 from vtoken_spec.order import races
 
@@ -119,6 +120,8 @@ class FakeWorker:
         watch = self.checker if self.checker.watches_moves else None
         mover = Mover(layout, workspace_bytes=workspace)
         self.relocator = Relocator(mover, stream, watch=watch, run=self._run)
+        self.translation = TranslationCache()
+        self.gathered: dict[str, np.ndarray] = {}
         self._behind = 0
 
     # ------------------------------------------------------------------ one step
@@ -128,6 +131,7 @@ class FakeWorker:
         rows are written and read."""
         for req_id in step.gone:
             self.rows.pop(req_id, None)
+            self.translation.forget(req_id)
         for req_id in step.finished:
             self._run(partial(self.checker.forget, req_id), kind="attend")
         self.relocator.apply(step.orders)
@@ -138,6 +142,11 @@ class FakeWorker:
         for row in step.rows:
             known = [] if row.is_new else self.rows[row.req_id]
             self.rows[row.req_id] = known + row.new_blocks
+        self.gathered = {
+            row.req_id: self.translation.take(row.req_id, row.layout, row.count).numpy()
+            for row in step.rows
+            if row.layout.holes
+        }
         self._check_inputs(step)
         for row in step.rows:
             slots = _long(self._new_slots(row))
@@ -176,7 +185,7 @@ class FakeWorker:
     # ------------------------------------------------------------------ inside
 
     def _check_inputs(self, step: Step) -> None:
-        dense = [row for row in step.rows if row.layout.live_slots is None]
+        dense = [row for row in step.rows if not row.layout.holes]
         if dense and self.checker.level:
             self.checker.check_lengths(
                 [row.req_id for row in dense],
@@ -193,7 +202,7 @@ class FakeWorker:
                 table,
                 block_row=np.array(self.rows[row.req_id], dtype=np.int32),
                 seq_len=end - row.layout.reclaimed,
-                gathered=row.layout.live_slots,
+                gathered=self.gathered.get(row.req_id),
                 writes=self._new_slots(row),
                 query_positions=np.arange(row.start, end),
             )
@@ -219,8 +228,8 @@ class FakeWorker:
 
     def _slots_to_read(self, row: Row) -> np.ndarray:
         """What attention is given: the dense view, or the slots to gather."""
-        if row.layout.live_slots is not None:
-            return row.layout.live_slots
+        if row.req_id in self.gathered:
+            return self.gathered[row.req_id]
         length = row.start + row.count - row.layout.reclaimed
         return self._slots(self.rows[row.req_id], np.arange(length))
 

@@ -23,6 +23,7 @@ from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, 
 from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
 from vtoken.kv.streams import CopyStream, SynchronousCopyStream, ThreadCopyStream
+from vtoken.kv.translation import TranslationCache
 from vtoken.vllm.backend import (
     GatherRows,
     GatherScratch,
@@ -60,6 +61,9 @@ class VTokenRunnerMixin:
     vtoken_stream: CopyStream | None = None
     vtoken_layout: KVLayout
     vtoken_checker: WorkerChecker
+    vtoken_translation: TranslationCache
+    #: live slots of this step's rows with holes
+    _vtoken_rows: dict[str, torch.Tensor]
 
     # ---- start
 
@@ -95,6 +99,7 @@ class VTokenRunnerMixin:
         self.vtoken_stream = ThreadCopyStream() if beside else SynchronousCopyStream()
         self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=settings.checks)
         watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
+        self.vtoken_translation = TranslationCache(self.device)
         mover = Mover(self.vtoken_layout)
         self.vtoken_relocator = Relocator(mover, self.vtoken_stream, watch=watch)
 
@@ -107,6 +112,7 @@ class VTokenRunnerMixin:
         self.vtoken_step = metadata_of(scheduler_output) or _NO_STEP
         for req_id in scheduler_output.finished_req_ids:
             self.vtoken_checker.forget(req_id)
+            self.vtoken_translation.forget(req_id)
         if not self.vtoken_step.orders.empty:
             self.vtoken_relocator.apply(self.vtoken_step.orders)
             self._switch_layouts(self.vtoken_step.orders.changes)
@@ -136,6 +142,7 @@ class VTokenRunnerMixin:
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        self._vtoken_rows = {}
         # After super: it compares logical lengths to decide which rows are sampled.
         layouts = self.vtoken_step.layouts
         if layouts:
@@ -159,10 +166,14 @@ class VTokenRunnerMixin:
                 continue
             lag[row] = layout.reclaimed
             first, last = int(starts[row]), int(starts[row + 1])
+            if layout.holes:
+                self._vtoken_rows[req_id] = self.vtoken_translation.take(
+                    req_id, layout, last - first
+                )
             tokens.extend(range(first, last))
             # A new request's adopted tokens come first and are not computed in this step.
             slots.append(layout.new_slots[first - last :])
-            if layout.live_slots is None:
+            if not layout.holes:
                 dense.append((row, layout.num_live))
         lag_cpu = torch.from_numpy(lag)
         lag_device = lag_cpu.to(self.device, non_blocking=True)
@@ -191,13 +202,13 @@ class VTokenRunnerMixin:
             expected = self.vtoken_step.expected.get(req_id)
             if expected is None:
                 continue
-            layout = self.vtoken_step.layouts.get(req_id)
             chunk = slice(int(starts[row]), int(starts[row + 1]))
+            gathered = self._vtoken_rows.get(req_id)
             self.vtoken_checker.check_access(
                 expected,
                 block_row=block_table.block_table.np[row],
                 seq_len=int(lengths[row]),
-                gathered=None if layout is None else layout.live_slots,
+                gathered=None if gathered is None else gathered.cpu().numpy(),
                 writes=slot_mapping[chunk],
                 query_positions=positions[chunk],
             )
@@ -208,9 +219,8 @@ class VTokenRunnerMixin:
             return metadata, common  # a dummy run of vLLM's, not a scheduled step
         rows = []
         for row, req_id in enumerate(self.input_batch.req_ids):
-            layout = self.vtoken_step.layouts.get(req_id)
-            if layout is not None and layout.live_slots is not None:
-                rows.append((row, torch.from_numpy(layout.live_slots.astype(np.int64))))
+            if req_id in self._vtoken_rows:
+                rows.append((row, self._vtoken_rows[req_id]))
         if rows:
             self._attach_gather(metadata, rows)
         return metadata, common

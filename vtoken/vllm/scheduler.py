@@ -232,7 +232,7 @@ class VTokenSchedulerMixin:
             new_blocks = manager.block_ids_from(req_id, known) if gained else ()
             adopted = total - count if table is None else 0
             layout = reclaimer.schedule(req_id, new_blocks, total, adopted=adopted)
-            if layout.reclaimed or layout.live_slots is not None:
+            if layout.reclaimed or layout.holes:
                 step.layouts[req_id] = layout
             if checker.watches_reads(req_id):
                 step.expected[req_id] = reclaimer.tables[req_id].snapshot()

@@ -33,6 +33,9 @@ class VTokenWorkerMixin:
         runner = self.model_runner
         return {
             "checks": runner.vtoken_checker.counts(),
+            "view_rebuilds": runner.vtoken_translation.rebuilds,
+            "view_updates": runner.vtoken_translation.updates,
+            "failed_copies": runner.vtoken_relocator.failed_copies,
             "moved_tokens": runner.vtoken_relocator.mover.moved_tokens,
             "moved_bytes": runner.vtoken_relocator.mover.moved_bytes,
         }

@@ -1,0 +1,58 @@
+"""The device-side translation cache: the slots of each row's live tokens, where rows have holes.
+
+Kept on the worker between steps. It loses and gains single slots in steady state and is rebuilt
+when the scheduler tells a row in full, which it does after a structural change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vtoken.core.layout import StepLayout
+from vtoken.errors import InvariantViolation
+
+
+class TranslationCache:
+    """Slots by request; int64 tensors on `device`.
+
+    Attributes:
+        rebuilds: rows told in full.
+        updates: rows brought up to date with what came and went.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.rebuilds = 0
+        self.updates = 0
+        self._device = device
+        self._slots: dict[str, torch.Tensor] = {}
+
+    def take(self, req_id: str, layout: StepLayout, count: int) -> torch.Tensor:
+        """The row's live slots in this step, those of its `count` new tokens last, int64 `[n]`.
+
+        Raises:
+            InvariantViolation: L6, if the row is told as news and nothing is known of it.
+        """
+        if layout.live_slots is not None:
+            self.rebuilds += 1
+            slots = self._tensor(layout.live_slots)
+        else:
+            known = self._slots.get(req_id)
+            if known is None:
+                raise InvariantViolation(
+                    law="L6", message="the view of an unknown row would be updated", req_id=req_id
+                )
+            self.updates += 1
+            new = self._tensor(layout.new_slots[-count:])
+            # A recycled hole may stand in the list still, if its token died since it was told.
+            struck = torch.cat((self._tensor(layout.gone), new))
+            slots = torch.cat((known[~torch.isin(known, struck)], new))
+        self._slots[req_id] = slots
+        return slots
+
+    def forget(self, req_id: str) -> None:
+        """The request has no row any more, or no holes."""
+        self._slots.pop(req_id, None)
+
+    def _tensor(self, slots: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(slots.astype(np.int64)).to(self._device)
