@@ -355,6 +355,7 @@ def sharing(*, headroom: int, num_blocks: int, delay: int = 2) -> FakeEngine:
     for name in "ca":
         made.add(name, prompt_len=9)
     made.schedule()
+    made.schedule()
     assert made.pool.lists["a"][:2] == made.pool.lists["c"][:2]
     return made
 
@@ -363,16 +364,36 @@ THINNED = [0, 1, 2, 4, 5, 6]
 
 
 def test_headroom_is_set_aside_as_far_as_there_are_free_blocks() -> None:
-    made = engine(num_blocks=4, headroom=5)
+    """Claim: and given back for somebody who is to be admitted."""
+    made = engine(num_blocks=6, headroom=9)
     made.add("a", prompt_len=2)
     made.schedule()
-    assert len(made.pool.headroom) == 3, "set aside before anybody is admitted"
-    assert [request.req_id for request in made.waiting] == ["a"]
+    assert made.pool.headroom == [], "nobody had a table yet"
     made.schedule()
-    assert made.pool.headroom == [], "given back, since an allocation failed"
-    assert [request.req_id for request in made.running] == ["a"]
+    assert len(made.pool.headroom) == 4
+    made.add("b", prompt_len=2, family=1)
+    made.schedule()
+    assert [request.req_id for request in made.waiting] == ["b"]
+    made.schedule()
+    assert made.pool.headroom == []
+    assert [request.req_id for request in made.running] == ["a", "b"]
     made.schedule()
     assert len(made.pool.headroom) == 2
+
+
+def test_nothing_is_set_aside_where_there_is_no_request() -> None:
+    """Claim: not in a step without requests either, such as vLLM's behind the last one's end: its
+    prefix cache can be reset only while no block is in use."""
+    made = engine(num_blocks=12, headroom=3)
+    for _ in range(2):
+        assert made.pool.num_free == 11
+        made.add("a", prompt_len=9)
+        made.schedule()
+        made.schedule()
+        assert made.pool.num_free == 11 - 3 - 3
+        made.finish("a")
+        assert made.pool.num_free == 11
+        made.schedule()
 
 
 def test_headroom_that_is_drawn_is_held_until_the_commit_and_then_owned() -> None:

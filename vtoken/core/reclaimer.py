@@ -146,6 +146,8 @@ class Reclaimer:
         if self.background is None:
             return
         wanted, spare = self.background.begin_step(), self.background.headroom
+        if not len(self.tables):  # nobody could draw it, and a pool in use cannot be reset
+            wanted = -len(spare)
         if wanted > 0 and (blocks := self._pool.reserve(wanted)):
             spare += blocks
             if self.observer is not None:
