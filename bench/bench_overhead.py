@@ -32,7 +32,8 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 OWN = {
     "scheduler": ("_evict_and_reclaim", "_register_step"),
     "reclaimer": ("physical_need", "drop"),
-    "runner": ("_apply_changes", "_correct_inputs", "_check_access", "_check_gathered"),
+    "relocator": ("apply",),
+    "runner": ("_switch_layouts", "_correct_inputs", "_check_access", "_check_gathered"),
 }
 """vToken's own methods on a step's path. Left out: the bodies of the overrides around calls of
 vLLM's, a few attribute reads each."""
@@ -45,6 +46,7 @@ def watch(engine: Engine) -> tuple[dict[int, float], list[int]]:
     targets = {
         "scheduler": engine.scheduler,
         "reclaimer": engine.scheduler.vtoken,
+        "relocator": engine.runner.vtoken_relocator,
         "runner": engine.runner,
     }
     for owner, names in OWN.items():
@@ -55,7 +57,8 @@ def watch(engine: Engine) -> tuple[dict[int, float], list[int]]:
 
 def unwatch(engine: Engine) -> None:
     """Take the timing off again."""
-    for target in (engine.scheduler, engine.scheduler.vtoken, engine.runner):
+    targets = (engine.scheduler, engine.scheduler.vtoken, engine.runner)
+    for target in (*targets, engine.runner.vtoken_relocator):
         for names in OWN.values():
             for name in names:
                 vars(target).pop(name, None)

@@ -29,6 +29,7 @@ def full(table: RequestTable) -> dict[str, Any]:
         "naive_blocks": table.naive_blocks,
         "blocks": table.blocks.tolist(),
         "block_live": table.block_live.tolist(),
+        "num_empty": table.num_empty - table.block_live.tolist().count(0),
         "positions": table.positions.tolist(),
         "live": table.live.tolist(),
         "owners": [table.owner_at(position) for position in positions],
@@ -270,6 +271,7 @@ def test_random_appends_and_evictions_follow_the_slow_definition(size: int) -> N
         assert table.naive_blocks == slow.naive()
         per_block = [sum(slow.slot[t] // size == b for t in live) for b in slow.blocks]
         assert step % 20 or table.block_live.tolist() == per_block
+        assert table.num_empty == per_block.count(0)
         meter.update(table)
         meter.end_step()
         share = [-(-slow.length // size), slow.naive(), len(slow.blocks), -(-len(live) // size)]

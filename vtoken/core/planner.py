@@ -54,9 +54,9 @@ def releasable_blocks(table: RequestTable) -> IntArray:
 
 def plan_release(table: RequestTable) -> tuple[IntArray, int] | None:
     """Whole-block release alone: `(keep, physical_len)`, or None if no block is wholly dead."""
-    empty = releasable_blocks(table)
-    if len(empty) == 0:
+    if table.num_empty == 0:
         return None
+    empty = releasable_blocks(table)
     size = table.block_size
     starts = np.arange(table.num_blocks) * size
     used = np.clip(table.physical_len - starts, 0, size)

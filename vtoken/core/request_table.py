@@ -21,6 +21,7 @@ from vtoken.core.contract import check_evictable, check_move, check_recyclable
 from vtoken.errors import InvariantViolation, Rejected
 
 RECENT_HOLES = 16
+SCANNED_HOLES = 256
 
 
 class RequestTable:
@@ -32,6 +33,7 @@ class RequestTable:
         logical_len: number of tokens ever registered; the next id.
         physical_len: positions [0, physical_len) are in use: live tokens and holes.
         num_live: live tokens.
+        num_empty: owned blocks without a live token.
         version: bumped by every change to where known tokens lie (moves, release, reorder, a
             recycled hole), but not by appends and evictions.
         evicted: whether any token of this request was ever evicted; prefix caching ends there.
@@ -53,6 +55,7 @@ class RequestTable:
         "life",
         "logical_len",
         "naive_blocks",
+        "num_empty",
         "num_live",
         "physical_len",
         "req_id",
@@ -65,6 +68,7 @@ class RequestTable:
         self.logical_len = 0
         self.physical_len = 0
         self.num_live = 0
+        self.num_empty = 0
         self.version = 0
         self.evicted = False
         self.life = 0
@@ -228,7 +232,9 @@ class RequestTable:
                     return position
         if self.num_holes == 0:
             return -1
-        return int(self.hole_positions()[0])
+        # A scan, for the sake of many calls to come.
+        self._recent_holes = self.hole_positions()[:SCANNED_HOLES].tolist()
+        return self._recent_holes.pop()
 
     def next_slots(
         self, new_blocks: Sequence[int], total_len: int, *, hole: int | None = None
@@ -288,6 +294,7 @@ class RequestTable:
             positions = np.arange(self.physical_len, end, dtype=np.int32)
         if count == 1:  # the decode step; scalar writes are several times cheaper than slices
             position = int(positions[0])
+            self.num_empty -= int(self._block_live[position // size] == 0)
             self._position[first] = position
             self._owner[position] = first
             self._live[first] = True
@@ -301,6 +308,7 @@ class RequestTable:
             self._owner[positions] = np.arange(first, total_len, dtype=np.int32)
             self._live[first:total_len] = True
             index, counts = np.unique(positions // size, return_counts=True)
+            self.num_empty -= int(np.count_nonzero(self._block_live[index] == 0))
             self._block_live[index] += counts.astype(np.int32)
             logical = np.arange(first, total_len) // size
             index, counts = np.unique(logical, return_counts=True)
@@ -337,6 +345,7 @@ class RequestTable:
             position = int(self._position[token_id])
             self._live[token_id] = False
             self._block_live[position // size] -= 1
+            self.num_empty += int(self._block_live[position // size] == 0)
             logical = token_id // size
             self._logical_live[logical] -= 1
             if self._logical_live[logical] == 0:
@@ -347,11 +356,11 @@ class RequestTable:
             self._live[token_ids] = False
             index, counts = np.unique(positions // size, return_counts=True)
             self._block_live[index] -= counts.astype(np.int32)
+            self.num_empty += int(np.count_nonzero(self._block_live[index] == 0))
             index, counts = np.unique(token_ids // size, return_counts=True)
             self._logical_live[index] -= counts.astype(np.int32)
             self.naive_blocks -= int(np.count_nonzero(self._logical_live[index] == 0))
-            if count <= RECENT_HOLES:
-                self._recent_holes.extend(positions.tolist())
+            self._recent_holes.extend(positions[-RECENT_HOLES:].tolist())
         if len(self._recent_holes) > RECENT_HOLES:
             del self._recent_holes[:-RECENT_HOLES]
         self.num_live -= count
@@ -381,6 +390,7 @@ class RequestTable:
         self._position[token_ids] = targets
         np.subtract.at(self._block_live, sources // size, 1)
         np.add.at(self._block_live, targets // size, 1)
+        self.num_empty = int(np.count_nonzero(self.block_live == 0))
         self.physical_len = max(self.physical_len, int(targets.max()) + 1)
         self._recent_holes.clear()
         self.version += 1
@@ -427,6 +437,7 @@ class RequestTable:
         self._block_ids[: len(keep)] = self._block_ids[keep]
         self._block_live[: len(keep)] = self._block_live[keep]
         self._num_blocks = len(keep)
+        self.num_empty = int(np.count_nonzero(self.block_live == 0))
         self._owner[: len(owner)] = owner
         self._owner[len(owner) :] = FREE
         held = np.flatnonzero(owner >= 0)
@@ -450,6 +461,7 @@ class RequestTable:
             self._block_live = grown(self._block_live, need, 0)[: need + 4].copy()  # type: ignore[assignment]
         self._block_ids[self._num_blocks : need] = fresh
         self._block_live[self._num_blocks : need] = 0
+        self.num_empty += len(new_blocks)
         self._num_blocks = need
 
     def _fit_tokens(self, total_len: int) -> None:
