@@ -152,4 +152,4 @@ def shortest(
                 if holds(candidate):
                     current, changed = candidate, True
                     options = iter(simpler(option))
-    return current
+    return [] if len(current) == 1 and holds([]) else current

@@ -57,7 +57,8 @@ class TokenTableLike(Protocol):
         """All or none."""
 
     def apply_moves(self, req_id: str, moves: Moves) -> object:
-        """`(token_id, (block, offset))` each, all or none."""
+        """`(token_id, (block, offset))` each, all or none: live tokens to slots of the request's
+        blocks without a live token, not even one that another of the moves leaves."""
 
     def drop(self, req_id: str) -> object:
         """Forget a request."""

@@ -283,7 +283,7 @@ class _Run:
                 left = piece.before - self._done
                 what = f"{piece} begins, {left} operation(s) of the compute stream before it"
                 self.faults.append(("order", f"{what} have not run"))
-        if piece.launch.slow and piece.index == 0:
+        if piece.index == piece.launch.slow:
             time.sleep(_SLOW_S)
         with self.lock:
             piece.ended = True

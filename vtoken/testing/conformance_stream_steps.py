@@ -14,18 +14,18 @@ NO_NAME = -1
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """`pairs` are copied, source to target. The copy at index `fails` raises, if there is one; the
-    first is slow, if `slow`."""
+    """`pairs` are copied, source to target. The copy at index `fails` raises, and the one at index
+    `slow` takes a while, if there are such."""
 
     name: int
     pairs: tuple[tuple[int, int], ...] = ()
     fails: int | None = None
-    slow: bool = False
+    slow: int | None = None
 
     def __str__(self) -> str:
         copies = [f"slot {source} to {target}" for source, target in self.pairs]
-        if self.slow and copies:
-            copies[0] += " (slowly)"
+        if self.slow is not None:
+            copies[self.slow] += " (slowly)"
         if self.fails is not None:
             copies[self.fails] += " (fails)"
         return f"event{self.name} = stream.launch([{', '.join(copies)}])"
@@ -101,20 +101,24 @@ def _launch(rng: random.Random, name: int) -> Launch:
     slots = rng.sample(range(_SLOTS), 2 * count)
     pairs = tuple(zip(slots[:count], slots[count:], strict=True))
     fails = rng.randrange(count) if count and rng.random() < 0.2 else None
-    return Launch(name, pairs, fails, rng.random() < 0.3)
+    slow = rng.randrange(count) if count and rng.random() < 0.3 else None
+    return Launch(name, pairs, fails, slow)
 
 
 def simpler(step: Step) -> Iterator[Step]:
     """Launches that do less."""
     if not isinstance(step, Launch):
         return
-    if step.slow:
-        yield replace(step, slow=False)
+    if step.slow is not None:
+        yield replace(step, slow=None)
     if step.fails is not None:
         yield replace(step, fails=None)
     for index in range(len(step.pairs)):
-        pairs = step.pairs[:index] + step.pairs[index + 1 :]
-        if step.fails is None:
-            yield replace(step, pairs=pairs)
-        elif step.fails != index:
-            yield replace(step, pairs=pairs, fails=step.fails - (index < step.fails))
+        if index not in (step.fails, step.slow):
+            pairs = step.pairs[:index] + step.pairs[index + 1 :]
+            fails, slow = _without(index, step.fails), _without(index, step.slow)
+            yield replace(step, pairs=pairs, fails=fails, slow=slow)
+
+
+def _without(removed: int, index: int | None) -> int | None:
+    return None if index is None else index - (removed < index)

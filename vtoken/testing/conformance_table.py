@@ -197,8 +197,9 @@ def _accepted(
             other.on(twin)
     except Exception as error:
         return "bulk", f"the other way, it was refused: {type(error).__name__}: {error}"
-    if (theirs := _bare(_seen(twin))) != _bare(seen):
-        return "bulk", f"the other way, it gives {_difference(seen, _seen(twin))}, not {theirs}"
+    others = _seen(twin)
+    if _bare(others) != _bare(seen):
+        return "bulk", f"the other way, it changes {_difference(seen, others)}"
     return None
 
 
