@@ -9,14 +9,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from engine.test_exactness import ABSOLUTE, CONTROL, POLICIES, SCENARIOS
 
 from support.engines import BLOCK, Engine, Served
 from support.exactness import Comparison, Recorder, compare
+from support.policies import Burst, BurstFirst
 from vtoken.kv import Mover
-from vtoken.policies import Policy, PolicyParams, PolicyView
 
 pytestmark = pytest.mark.engine
 
@@ -70,23 +69,6 @@ def test_logits_equal_the_masked_reference(
     assert comparison.max_control > CONTROL, "the control without the mask must differ"
     assert tiny.free == served.free_before, "blocks leaked"
     totals.add(comparison)
-
-
-class Burst(Policy):
-    """Evicts a random three quarters of all tokens whenever a request has twice its budget."""
-
-    name = "burst"
-
-    def __init__(self, params: PolicyParams, *, stream: int) -> None:
-        super().__init__(params, stream=stream)
-        self._rng = np.random.default_rng([params.seed, stream])
-
-    def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
-        candidates = np.flatnonzero(view.live[:-1])
-        if view.num_live < 2 * (view.num_live - view.excess):
-            return np.empty(0, dtype=np.int32)
-        count = 3 * len(candidates) // 4
-        return np.sort(self._rng.choice(candidates, count, replace=False)).astype(np.int32)
 
 
 def bursting(engine: Engine, *, budget: int, **options: Any) -> None:
@@ -201,13 +183,6 @@ def test_rows_with_holes_are_told_in_full_only_after_a_structural_change(tiny: E
     assert tiny.compare(served).max_error <= ABSOLUTE
 
 
-class OnlyFirst(Burst):
-    """The same, in the request admitted first and nowhere else."""
-
-    def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
-        return super().victims(view) if self.stream == 0 else np.empty(0, dtype=np.int32)
-
-
 @pytest.mark.parametrize("how", ["keep", "copy-out"])
 def test_few_live_tokens_leave_a_shared_prefix_and_nobody_else_notices(
     tiny: Engine, how: str
@@ -219,7 +194,7 @@ def test_few_live_tokens_leave_a_shared_prefix_and_nobody_else_notices(
     prefix = rng.integers(3, 259, 4 * BLOCK).tolist()
     prompts = {name: prefix + rng.integers(3, 259, n).tolist() for name, n in (("0", 9), ("1", 14))}
     bursting(tiny, budget=66, headroom=1, shared_prefix=how, commit_delay=2, threshold=0.05)
-    tiny.scheduler._policy_class = OnlyFirst
+    tiny.scheduler._policy_class = BurstFirst
     recorder, outputs = Recorder(tiny.llm), dict[str, list[int]]()
     fewest = 99
     with recorder.watching():
