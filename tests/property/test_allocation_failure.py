@@ -94,7 +94,7 @@ def held_beyond_a_request(engine: FakeEngine) -> dict[str, int]:
         for name, value in vars(owner).items()
         if isinstance(value, dict | set | list | deque)
     }
-    return sizes | {"tables": len(engine.reclaimer.tables), "rows": len(engine.rows)}
+    return sizes | {"tables": len(engine.reclaimer.tables), "rows": len(engine.executor.rows)}
 
 
 @pytest.mark.parametrize("block_size", [2, 16])

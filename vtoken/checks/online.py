@@ -251,6 +251,7 @@ class OnlineChecker:
             self._check_progress(self._background)
         self._touched.clear()
         self._scheduled.clear()
+        self._returned.clear()
         self._step += 1
 
     def _check_progress(self, background: Background) -> None:
@@ -268,7 +269,6 @@ class OnlineChecker:
                 self._overdue[req_id] = self._overdue.get(req_id, 0) + 1
             else:
                 self._overdue.pop(req_id, None)
-        self._returned.clear()
         bound = self._crowd + params.commit_delay + 2
         self._counts.add("L10", len(self._scheduled))
         judge(spec.l10_progress(self._view, self._overdue, bound=bound))
