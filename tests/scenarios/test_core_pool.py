@@ -9,7 +9,9 @@ from collections.abc import Hashable, Sequence
 
 import pytest
 
+from support.scene import ORDERS, Scene, caught, nothing_waits
 from vtoken.errors import InvariantViolation
+from vtoken.testing.device import Strategy
 from vtoken.testing.harness import ByteFault, FakeEngine, Step
 from vtoken.testing.pool import FakePool, PoolFault
 
@@ -112,8 +114,6 @@ def test_s08_the_control_that_uses_an_old_lookup_is_caught() -> None:
 
 
 # S05 --------------------------------------------------------------------------------------------
-# With plans in flight come blocks that are freed but fenced: then a preemption that gives only
-# fenced blocks does not help, and must not happen.
 
 
 def fewest_preemptions(made: FakeEngine) -> int:
@@ -197,6 +197,106 @@ def test_s05_reclamation_spares_the_preemption() -> None:
             made.verify()
         preempted[mode] = made.preemptions
     assert preempted["eager"] == 0 < preempted["off"]
+
+
+# The fence of a block that copies may still touch is a wait in the step that hands it on, so that a
+# block that a preemption gives back helps in the same step. What a plan draws, or will give back at
+# its commit, helps nobody meanwhile.
+
+
+def all_in_flight(
+    strategy: Strategy = "copies last", seed: int = 0, *, level: int = 3, usable: int = 9
+) -> Scene:
+    """Three requests with a plan in flight each, and `usable - 9` free blocks; their next tokens
+    need a block each."""
+    scene = Scene(strategy, seed, num_blocks=usable, level=level, commit_delay=6)
+    made = scene.engine
+    for number in range(3):
+        made.add(f"r{number}", prompt_len=3 * B, family=number)
+    scene.step()
+    for request in made.running:
+        made.evict(request.req_id, [1, 2, 3, 5, 6, 7])
+    scene.step(skip=["r0", "r1", "r2"])
+    assert len(made.reclaimer.flights) == 3
+    return scene
+
+
+def starved(strategy: Strategy = "copies last", seed: int = 0, **kwargs: int) -> Scene:
+    """The same, until each has had 21 tokens."""
+    scene = all_in_flight(strategy, seed, **kwargs)
+    made, steps = scene.engine, 0
+    while made.running or made.waiting:
+        steps += 1
+        assert steps <= 3 * 12
+        want, before = fewest_preemptions(made), made.preemptions
+        step = scene.step()
+        assert made.preemptions - before == want
+        assert step.rows, "nobody computes a token"
+        for request in [r for r in made.running if r.computed >= 21]:
+            made.finish(request.req_id)
+    assert made.preemptions > 0
+    return scene
+
+
+@pytest.mark.parametrize("usable", [9, 10, 11])
+@pytest.mark.parametrize(("strategy", "seed"), ORDERS)
+def test_s05_plans_in_flight_cost_nobody_more_than_has_to_be(
+    strategy: Strategy, seed: int, usable: int
+) -> None:
+    """Given three requests with a plan in flight each, and 0 to 2 free blocks for their next
+    tokens; when allocations fail; then as few are preempted as can be, their plans' blocks are
+    another's in the same step, each step computes tokens, and within 3 * 12 steps each has had its
+    21."""
+    scene = starved(strategy, seed, usable=usable)
+    assert scene.engine.reclaimer.counters.aborted_plans > 0
+    assert scene.leaves_nothing()
+    assert scene.end() == (True, set())
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+@pytest.mark.parametrize(("strategy", "seed"), ORDERS)
+def test_s05_an_allocation_that_fails_for_once_aborts_one_plan(
+    strategy: Strategy, seed: int, which: int
+) -> None:
+    """Given the same with enough free blocks; when the allocation of one of them fails for once;
+    then the last is preempted with its plan, which is waited for, and nobody else; the others'
+    plans are committed, and it is back in the next step."""
+    scene = all_in_flight(strategy, seed, usable=16)
+    made = scene.engine
+    made.pool.fail_at = {made.pool.allocations + which}
+    step = scene.step()
+    assert sorted(row.req_id for row in step.rows) == ["r0", "r1"]
+    assert (step.orders.waits, step.changes) == ([3], [])
+    assert sorted(row.req_id for row in scene.step().rows) == ["r0", "r1", "r2"]
+    for _ in range(4):
+        scene.step()
+    counters = made.reclaimer.counters
+    assert (counters.plans, counters.aborted_plans, counters.moved) == (3, 1, 2)
+    assert scene.end() == (True, set())
+    assert scene.leaves_nothing()
+
+
+def test_s05_nobody_is_preempted_for_want_of_a_block_that_is_set_aside() -> None:
+    """Given three requests whose next tokens need a block each, and three free blocks that are set
+    aside as headroom; when the first asks; then they are given back, and everybody runs."""
+    scene = Scene(num_blocks=6, headroom=3)
+    made = scene.engine
+    for number in range(3):
+        made.add(f"r{number}", prompt_len=B - 1, family=number)
+    for _ in range(2):
+        scene.step()
+    assert (made.pool.num_free, len(made.pool.headroom)) == (0, 3)
+    assert sorted(row.req_id for row in scene.step().rows) == ["r0", "r1", "r2"]
+    assert made.preemptions == 0
+    assert scene.end() == (True, set())
+
+
+def test_s05_the_control_that_waits_for_no_copy_is_caught() -> None:
+    """Given the same; when a preempted request's blocks are another's and nothing waits for its
+    copies; then that is caught."""
+    found = caught(starved, nothing_waits)
+    assert found["copies last"][0] is False
+    assert all("L11" in laws for _, laws in found.values())
 
 
 # S10 --------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ One `Reclaimer` per scheduler. Within a step, in this order:
 3. `prepare` reclaims: slot recycling, whole-block release and tail fill (`eager`), whole-block
    release alone (`off`), or release, recycling and the plans in flight (`background`). Freed
    blocks are back in the pool before vLLM allocates;
-4. vLLM's own scheduler runs and asks `physical_need` how many positions a request needs;
+4. vLLM's own scheduler runs and asks `physical_need` how many positions a request needs; where
+   that is more than there is, `yield_headroom` comes before any preemption;
 5. `schedule` registers the tokens that were really scheduled;
 6. `take_orders` hands the worker what changed, `end_step` closes the step.
 
@@ -80,11 +81,18 @@ class PoolPort(Protocol):
 
 @dataclass
 class ReclaimCounters:
-    """Exact counts since start."""
+    """Exact counts since start.
+
+    Attributes:
+        moved: tokens that changed their slot.
+        copied: tokens whose copy was ordered; more than moved where a token died, or a plan was
+            aborted, while the copy was in flight.
+    """
 
     evicted: int = 0
     recycled: int = 0
     moved: int = 0
+    copied: int = 0
     released_blocks: int = 0
     plans: int = 0
     aborted_plans: int = 0
@@ -155,6 +163,13 @@ class Reclaimer:
         elif wanted < 0:
             self._unreserve(spare[wanted:])
             del spare[wanted:]
+
+    def yield_headroom(self) -> None:
+        """Give back what is set aside and in no plan: an allocation is about to fail for want of a
+        block, and somebody would be preempted for it."""
+        if self.background is not None and self.background.headroom:
+            self._unreserve(self.background.headroom)
+            self.background.headroom = []
 
     def _unreserve(self, blocks: Sequence[int]) -> None:
         self._pool.unreserve(blocks)
@@ -236,6 +251,7 @@ class Reclaimer:
                 trimmed=True,
             )
             self.counters.moved += len(plan.token_ids)
+            self.counters.copied += len(plan.token_ids)
         if plan.hole >= 0:
             self._holes[table.req_id] = plan.hole if steady else table.position_of_slot(hole_slot)
 
@@ -279,6 +295,7 @@ class Reclaimer:
                 flying.launch(flight)
                 self._launches.append(flight.copies)
                 self.counters.plans += 1
+                self.counters.copied += len(plan.token_ids)
                 if flying.params.commit_delay == 0:
                     self._land(table, flight)
                 return
@@ -342,6 +359,8 @@ class Reclaimer:
         started = [order for order in self._launches if order.flight != flight.number]
         if len(started) == len(self._launches):
             self._waits.append(flight.number)
+        else:
+            self.counters.copied -= len(flight.moves.token_ids)
         self._launches = started  # what the worker has not heard of is not copied at all
         self.counters.aborted_plans += 1
         self.background.headroom += flight.moves.drawn
@@ -452,7 +471,6 @@ class Reclaimer:
         self.meter.drop(req_id)
         if table is not None and self.observer is not None:
             self.observer.dropped(table, preempted=preempted)
-        if len(self.tables) == 0 and self.background is not None and self.background.headroom:
+        if len(self.tables) == 0:
             # Nobody is left to need it, and vLLM resets its prefix cache only in an unused pool.
-            self._unreserve(self.background.headroom)
-            self.background.headroom = []
+            self.yield_headroom()

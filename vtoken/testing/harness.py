@@ -286,7 +286,10 @@ class FakeEngine:
             hits = self.pool.lookup([self._key(request, i) for i in range(limit)])
             known = len(hits) * self.block_size
             count = min(cap, request.target - known)
-            if not self.pool.adopt(request.req_id, hits, self._blocks(known + count)):
+            total = self._blocks(known + count)
+            unused = sum(self.pool.ref_count(block) == 0 for block in hits)
+            self._make_room(total - len(hits) + unused)
+            if not self.pool.adopt(request.req_id, hits, total):
                 self._failed_allocations += 1
                 break
             self.running.append(self.waiting.pop(0))
@@ -302,11 +305,16 @@ class FakeEngine:
         total = request.computed + count
         need = self._blocks(self.reclaimer.physical_need(request.req_id, total))
         have = len(self.pool.lists[request.req_id])
+        self._make_room(need - have)
         if not self.pool.extend(request.req_id, max(need, have)):
             self._failed_allocations += 1
             return False
         self._cache_full(request, total)
         return True
+
+    def _make_room(self, wanted: int) -> None:
+        if wanted > self.pool.num_free:
+            self.reclaimer.yield_headroom()
 
     def _cache_full(self, request: FakeRequest, total: int) -> None:
         table = self.reclaimer.tables.get(request.req_id)

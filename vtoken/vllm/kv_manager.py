@@ -55,6 +55,8 @@ class VTokenManager(FullAttentionManager):
         if self.reclaimer is not None:
             num_tokens = self.reclaimer.physical_need(request_id, num_tokens)
         count: int = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
+        if self.reclaimer is not None and count > self.block_pool.get_num_free_blocks():
+            self.reclaimer.yield_headroom()
         self.starved = self.starved or count > self.block_pool.get_num_free_blocks()
         return count
 
