@@ -31,15 +31,21 @@ def run(ranks: int, mode: str) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
 
 
+MODES = ["eager", "background"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
-def test_two_ranks_give_the_tokens_of_one(tiny: Engine) -> None:
-    """Level 3 checks on both ranks; the metadata crosses to them through vLLM's own queue."""
-    found = run(2, "eager")
+def test_two_ranks_give_the_tokens_of_one(tiny: Engine, mode: str) -> None:
+    """Level 3 checks on both ranks; the metadata crosses to them through vLLM's own queue, and
+    their layouts are compared in every step. A rank that goes astray stops the engine."""
+    found = run(2, mode)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 259, n).tolist() for n in (150, 70, 200)]
-    tiny.configure(policy="random", budget=40, reclaim="eager", checks=3)
+    tiny.configure(policy="random", budget=40, reclaim=mode, checks=3)
     assert found["outputs"] == tiny.serve(prompts, 40).outputs
     first, second = found["reports"]
     assert first == second
-    assert first["moved_tokens"] == tiny.scheduler.vtoken.counters.moved > 0
+    assert first["moved_tokens"] == tiny.scheduler.vtoken.counters.copied > 0
     assert first["checks"]["I1"] > 1000
+    assert found["astray"], "the control: the second rank's layout differed"

@@ -13,6 +13,7 @@ import sys
 def main(ranks: int, mode: str) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the control's function
     import numpy as np
     from vllm import LLM, SamplingParams
 
@@ -38,7 +39,22 @@ def main(ranks: int, mode: str) -> None:
     results = llm.generate(prompts, params, use_tqdm=False)
     reports = llm.collective_rpc("vtoken_report")
     outputs = [list(result.outputs[0].token_ids) for result in results]
-    print("RESULT " + json.dumps({"outputs": outputs, "reports": reports}))
+    try:
+        llm.collective_rpc(_go_astray)
+        llm.generate(prompts, params, use_tqdm=False)
+        astray = ""
+    except Exception as error:
+        astray = str(error)
+    result = {"outputs": outputs, "reports": reports, "astray": astray}
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def _go_astray(worker: object) -> None:
+    """The second rank's layout differs from now on, as if it had missed a step."""
+    runner = worker.model_runner  # type: ignore[attr-defined]
+    if worker.rank == 1:  # type: ignore[attr-defined]
+        original = runner._fingerprint
+        runner._fingerprint = lambda num_tokens: original(num_tokens) + 1
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ def test_counters_say_what_happened(pool: FakePool) -> None:
         "evicted": 4,
         "recycled": 1,
         "moved": 1,
+        "copied": 1,
         "released_blocks": 0,
         "plans": 1,
         "aborted_plans": 0,

@@ -15,6 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vtoken.core.arrays import TableSnapshot
 from vtoken.core.layout import StepLayout, StepOrders
+from vtoken.errors import InvariantViolation
 
 _ATTRIBUTE = "vtoken_step"
 _FAILED = "vtoken_failed"
@@ -26,12 +27,14 @@ class StepMetadata:
 
     Attributes:
         orders: what is to be done about relocation, before anything else in the step.
+        number: which one it is of those that were attached, from 1: none may be lost or come twice.
         layouts: per scheduled request that differs from vLLM's own layout.
         expected: tables, the step's tokens included, of the scheduled requests whose accesses
             the worker shall check (L6, L7).
     """
 
     orders: StepOrders = field(default_factory=StepOrders)
+    number: int = 0
     layouts: dict[str, StepLayout] = field(default_factory=dict)
     expected: dict[str, TableSnapshot] = field(default_factory=dict)
 
@@ -42,6 +45,27 @@ class StepMetadata:
 
 def attach(output: SchedulerOutput, step: StepMetadata) -> None:
     setattr(output, _ATTRIBUTE, step)
+
+
+class Sequence:
+    """Counts attached metadata, on both sides."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def expect(self, step: StepMetadata) -> None:
+        """Raises InvariantViolation (I4) unless `step` is the next one."""
+        if step.number != self.next():
+            raise InvariantViolation(
+                law="I4",
+                message="a step's layout news was lost or came twice",
+                before=self.number,
+                after=step.number,
+            )
 
 
 def tell_failed(output: ModelRunnerOutput, flights: list[int]) -> None:

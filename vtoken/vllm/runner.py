@@ -31,9 +31,10 @@ from vtoken.vllm.backend import (
     attach_rows,
     gather_rows,
 )
+from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
 from vtoken.vllm.guards import check_layers
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
-from vtoken.vllm.metadata import StepMetadata, metadata_of, tell_failed
+from vtoken.vllm.metadata import Sequence, StepMetadata, metadata_of, tell_failed
 from vtoken.vllm.settings import settings_of
 
 _NO_STEP = StepMetadata()
@@ -100,6 +101,7 @@ class VTokenRunnerMixin:
         self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=settings.checks)
         watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
         self.vtoken_translation = TranslationCache(self.device)
+        self._vtoken_sequence = Sequence()
         mover = Mover(self.vtoken_layout)
         self.vtoken_relocator = Relocator(mover, self.vtoken_stream, watch=watch)
 
@@ -109,7 +111,10 @@ class VTokenRunnerMixin:
         # Before super: it zeroes new blocks first thing, and a block freed by a plan of this
         # step may be among them; and it appends new blocks to the lists corrected here.
         self._check_gathered()
-        self.vtoken_step = metadata_of(scheduler_output) or _NO_STEP
+        step = metadata_of(scheduler_output)
+        if step is not None:
+            self._vtoken_sequence.expect(step)
+        self.vtoken_step = step or _NO_STEP
         for req_id in scheduler_output.finished_req_ids:
             self.vtoken_checker.forget(req_id)
             self.vtoken_translation.forget(req_id)
@@ -147,6 +152,8 @@ class VTokenRunnerMixin:
         layouts = self.vtoken_step.layouts
         if layouts:
             self._correct_inputs(layouts)
+        if self.vtoken_checker.level >= 2 and self.vtoken_step is not _NO_STEP:
+            compare_ranks(self._fingerprint(scheduler_output.total_num_scheduled_tokens))
         if self.vtoken_step.expected:
             self._check_access(scheduler_output.total_num_scheduled_tokens)
         return prepared
@@ -189,6 +196,14 @@ class VTokenRunnerMixin:
         index = torch.tensor(tokens, device=self.device)
         values = torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(self.device)
         batch.block_table[0].slot_mapping.gpu[index] = values
+
+    def _fingerprint(self, num_tokens: int) -> int:
+        """Of block tables, lengths and slots, as attention is about to be given them."""
+        rows, table = self.input_batch.num_reqs, self.input_batch.block_table[0]
+        lengths = self.optimistic_seq_lens_cpu[:rows].numpy()
+        used = -(-int(lengths.max(initial=0)) // self.vtoken_layout.block_size)
+        slots = table.slot_mapping.gpu[:num_tokens].cpu().numpy()
+        return fingerprint_of([table.block_table.np[:rows, :used], lengths, slots])
 
     def _check_access(self, num_tokens: int) -> None:
         """Hand the checker what this step's attention was really given."""

@@ -28,7 +28,7 @@ from vtoken.policies import Policy, PolicyView
 from vtoken.trace import Recorder
 from vtoken.vllm.guards import check_engine, check_pool
 from vtoken.vllm.kv_manager import VTokenManager
-from vtoken.vllm.metadata import StepMetadata, attach, failed_flights
+from vtoken.vllm.metadata import Sequence, StepMetadata, attach, failed_flights
 from vtoken.vllm.pool import EngineView
 from vtoken.vllm.settings import settings_of
 
@@ -77,6 +77,7 @@ class VTokenSchedulerMixin:
             raise Rejected(f"{len(self.requests)} requests are being served; drain them first")
         manager = self.vtoken_manager
         self.vtoken_config = settings
+        self._vtoken_sequence = Sequence()
         self.vtoken_checker = OnlineChecker(level=settings.checks)
         self.vtoken = Reclaimer(
             block_size=manager.block_size,
@@ -239,6 +240,7 @@ class VTokenSchedulerMixin:
         reclaimer.end_step(pressure=manager.starved)
         checker.end_step()
         if not step.empty:
+            step.number = self._vtoken_sequence.next()
             attach(output, step)
 
     # ---- for reports
