@@ -36,6 +36,7 @@ from vtoken.vllm.guards import check_layers
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
 from vtoken.vllm.metadata import Sequence, StepMetadata, metadata_of, tell_failed
 from vtoken.vllm.settings import settings_of
+from vtoken.vllm.views import View, view_of
 
 _NO_STEP = StepMetadata()
 
@@ -90,6 +91,7 @@ class VTokenRunnerMixin:
         last = self.kv_cache_config.num_blocks - 1
         probe_layout(self.vtoken_layout, write, (last - 1, last))
         self._vtoken_scratch = GatherScratch(self.vtoken_layout)
+        self._vtoken_backend = self.attn_groups[0][0].backend.get_name()
         self.vtoken_configure(settings_of(self.vllm_config))
 
     def vtoken_configure(self, settings: VTokenConfig) -> None:
@@ -173,7 +175,7 @@ class VTokenRunnerMixin:
                 continue
             lag[row] = layout.reclaimed
             first, last = int(starts[row]), int(starts[row + 1])
-            if layout.holes:
+            if view_of(self._vtoken_backend, holes=layout.holes) is View.GATHER:
                 self._vtoken_rows[req_id] = self.vtoken_translation.take(
                     req_id, layout, last - first
                 )

@@ -1,0 +1,37 @@
+"""Every view of every backend is in use or off with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from vtoken.errors import UnsupportedConfiguration
+
+pytestmark = pytest.mark.engine  # imports vLLM
+
+
+def test_each_backend_says_why_a_view_is_off() -> None:
+    from vtoken.vllm.views import CAPABILITIES, View
+
+    for name, able in CAPABILITIES.items():
+        on = {View.DENSE, able.with_holes} - {None}
+        assert on | able.why_not.keys() == set(View), name
+        assert not on & able.why_not.keys()
+        assert all(able.why_not.values())
+
+
+def test_the_table_names_backends_that_vllm_has() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vtoken.vllm.views import CAPABILITIES
+
+    assert set(CAPABILITIES) <= set(AttentionBackendEnum.__members__)
+
+
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", "FLASH_ATTN", "SOMETHING_NEW"])
+def test_holes_without_a_view_are_refused_with_the_reason_and_the_way_out(backend: str) -> None:
+    from vtoken.vllm.views import View, view_of
+
+    assert view_of(backend, holes=False) is View.DENSE
+    with pytest.raises(UnsupportedConfiguration, match=f"{backend} has no view.*--reclaim eager"):
+        view_of(backend, holes=True)
+    assert view_of("CPU_ATTN", holes=True) is View.GATHER
