@@ -15,7 +15,7 @@ from vtoken.testing.device import Strategy
 from vtoken.testing.harness import ByteFault, FakeEngine, Step
 from vtoken.testing.pool import FakePool, PoolFault
 
-MODES = ("off", "eager")
+MODES = ("off", "eager", "background")
 B = 4
 
 
@@ -196,7 +196,7 @@ def test_s05_reclamation_spares_the_preemption() -> None:
             made.step()
             made.verify()
         preempted[mode] = made.preemptions
-    assert preempted["eager"] == 0 < preempted["off"]
+    assert preempted["eager"] == preempted["background"] == 0 < preempted["off"]
 
 
 # The fence of a block that copies may still touch is a wait in the step that hands it on, so that a
