@@ -3,14 +3,20 @@
 A healthy scene satisfies every law. Each case breaks one thing in it by hand; exactly the named
 law must report it, in words that name the law, the request, the token, the slot, before and
 after. The scene is made of plain fakes, so that laws are tested against views the model would
-never produce. Blocks of 2 slots, 9 blocks; block 1 is shared by a and b, block 6 is cached.
+never produce. Blocks of 2 slots, 10 blocks; block 1 is shared by a and b, block 6 is cached, and
+a plan of b that empties block 4 into block 9 is in flight.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import chain, combinations
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -31,12 +37,12 @@ class FakeRequest:
 
 @dataclass
 class FakePool:
-    num_blocks: int = 9
+    num_blocks: int = 10
     block_size: int = 2
     free: list[int] = field(default_factory=lambda: [6, 7])
     headroom: list[int] = field(default_factory=lambda: [8])
-    held: list[int] = field(default_factory=list)
-    refs: list[int] = field(default_factory=lambda: [0, 2, 1, 1, 1, 1, 0, 0, 0])
+    held: list[int] = field(default_factory=lambda: [9])
+    refs: list[int] = field(default_factory=lambda: [0, 2, 1, 1, 1, 1, 0, 0, 0, 0])
     cached: set[int] = field(default_factory=lambda: {6})
 
     def ref_count(self, block: int) -> int:
@@ -58,6 +64,28 @@ def request_b() -> FakeRequest:
 
 
 @dataclass
+class FakeFlight:
+    plan: Plan
+    waited: bool = False
+    aborted: bool = False
+
+    @property
+    def req_id(self) -> str:
+        return self.plan.req_id
+
+
+def flight_of(req_id: str, *moves: tuple[int, int, int], **fields: object) -> FakeFlight:
+    """An aborted plan, unless `fields` say otherwise: its moves may still be running."""
+    plan = Plan(req_id, 0, (), tuple(Move(*move) for move in moves), (), "reclaim")
+    return FakeFlight(plan, **{"aborted": True, **fields})  # type: ignore[arg-type]
+
+
+def flight_of_b() -> FakeFlight:
+    moves = (Move(2, 8, 18), Move(3, 9, 19))
+    return FakeFlight(Plan("b", 7, (1, 4, 5), moves, (4,), "dense"))
+
+
+@dataclass
 class Scene:
     """Everything the laws look at, healthy unless changed."""
 
@@ -71,6 +99,9 @@ class Scene:
         default_factory=lambda: Plan("a", 3, (1, 2, 3), (Move(4, 7, 4),), (3,), "reclaim")
     )
     version: int = 3
+    flights: list[FakeFlight] = field(default_factory=lambda: [flight_of_b()])
+    version_at_commit: int = 7
+    overdue: dict[str, int] = field(default_factory=lambda: {"a": 4, "b": 99, "gone": 99})
     kept: dict[int, bytes] = field(default_factory=lambda: {0: b"k0", 1: b"k1"})
     shared: dict[int, bytes] = field(default_factory=lambda: {2: b"k0", 12: b"z"})
     seen: dict[str, dict[int, bytes]] = field(default_factory=lambda: {"a": {0: b"k0"}})
@@ -81,16 +112,23 @@ class Scene:
 
 
 def breaches(scene: Scene) -> Iterator[spec.Breach]:
-    """Every law that has a predicate, over the whole scene."""
+    """Every law, over the whole scene. Nothing of b could come back, so it is never overdue."""
     yield from spec.i1_conservation({0: b"k0", 1: b"k1"}, scene.kept, req_id="a")
     yield from spec.i2_unique_mapping(scene)
-    yield from spec.i4_planning(scene, scene.plan, version=scene.version)
+    yield from spec.i3_visibility(scene, scene.read)
+    yield from spec.i3_visibility(scene, scene.chunk)
+    yield from spec.i4_planning(scene, scene.plan, version=scene.version, in_flight=True)
+    for flight in scene.flights:
+        if not flight.aborted:
+            yield from spec.i4_commit(scene, flight, version=scene.version_at_commit)
     yield from spec.l5_accounting(scene)
     yield from spec.l6_read_set(scene, scene.read)
     yield from spec.l6_read_set(scene, scene.chunk)
     yield from spec.l7_write_safety(scene, scene.writes)
     yield from spec.l8_sharing({2: b"k0", 12: b"z"}, scene.shared)
     yield from spec.l9_neutrality({"a": {0: b"k0"}}, scene.seen)
+    yield from spec.l10_progress(scene, scene.overdue, bound=4)
+    yield from spec.l11_fence(scene)
 
 
 Break = Callable[[Scene], object]
@@ -110,6 +148,21 @@ def sets(**fields: object) -> Break:
 
 def plans(**fields: object) -> Break:
     return lambda scene: setattr(scene, "plan", replace(scene.plan, **fields))  # type: ignore[arg-type]
+
+
+def one_block_more(scene: Scene) -> None:
+    """a also owns block 7, which is unused and behind its physical end."""
+    scene.a.blocks.append(7)
+    scene.pool.free.remove(7)
+    scene.pool.refs[7] = 1
+    plans(blocks=(1, 2, 3, 7))(scene)
+
+
+def table_of_b_switched(scene: Scene) -> None:
+    """As after a commit of b's plan."""
+    scene.b = FakeRequest("b", [1, 9, 5], [2, 3, 18, 19, 10], [True] * 5, 5, 5)
+    scene.chunk = ReadSet("b", [2, 3, 18, 19, 10], [2, 3, 4])
+    scene.pool.held, scene.pool.refs[9], scene.pool.refs[4] = [4], 1, 0
 
 
 CASES: dict[str, tuple[str, Break, str]] = {
@@ -146,6 +199,11 @@ CASES: dict[str, tuple[str, Break, str]] = {
         "I2",
         sets(b__slots=[3, 2, 8, 9, 10]),
         "slot 2: shared under different logical ids {'a': 0, 'b': 1}",
+    ),
+    "read before the wait": (
+        "I3",
+        lambda s: (table_of_b_switched(s), setattr(s.flights[0], "aborted", True)),
+        "request 'b', slot 18: slot is read while a copy of request 'b' may still write it",
     ),
     "version": ("I4", sets(version=4), "another table version (before: 3, after: 4)"),
     "block list": ("I4", plans(blocks=(1, 3, 2)), "another block list"),
@@ -184,16 +242,72 @@ CASES: dict[str, tuple[str, Break, str]] = {
     "released twice": ("I4", plans(released=(3, 3)), "block 3 released 2 times"),
     "no gain": ("I4", plans(released=()), "does not lower the block count (before: 3, after: 3)"),
     "headroom kept": ("I4", plans(moves=(Move(4, 7, 16),)), "not lower the block count"),
+    "a second plan": (
+        "I4",
+        lambda s: s.flights.append(flight_of("a", (5, 5, 18))),
+        "request 'a': a plan of the request is in flight already",
+    ),
+    "target of another plan": (
+        "I4",
+        lambda s: (
+            setattr(s.flights[0], "waited", True),
+            plans(moves=(Move(4, 7, 18),), purpose="dense")(s),
+            sets(pool__headroom=[8, 9], pool__held=[])(s),
+        ),
+        "token 4, slot 18: target is a slot of request 'b''s plan in flight",
+    ),
+    "source of another plan": (
+        "I4",
+        sets(flights=[flight_of("c", (0, 4, 18))], writes=[]),
+        "token 4, slot 4: target is a slot of request 'c''s plan in flight",
+    ),
+    "target at the end": (
+        "I4",
+        lambda s: (one_block_more(s), plans(moves=(Move(4, 7, 14),))(s)),
+        "token 4, slot 14: target lies at or behind the physical end",
+    ),
+    "released at the end": (
+        "I4",
+        lambda s: (one_block_more(s), plans(released=(3, 7))(s)),
+        "request 'a': released block 7 is where new tokens go",
+    ),
+    "order in flight": (
+        "I4",
+        plans(order=(1, 2)),
+        "request 'a': a plan in flight keeps the order of blocks",
+    ),
+    "version at commit": (
+        "I4",
+        sets(version_at_commit=8),
+        "request 'b': plan made from another table version (before: 7, after: 8)",
+    ),
+    "block list at commit": (
+        "I4",
+        sets(b__blocks=[1, 5, 4], b__physical_len=6),
+        "request 'b': plan made from another block list",
+    ),
+    "released live at commit": (
+        "I4",
+        lambda s: sets(flights=[FakeFlight(replace(s.flights[0].plan, moves=(Move(2, 8, 18),)))])(
+            s
+        ),
+        "request 'b', token 3, slot 9: released block 4 still holds a live token after the moves",
+    ),
+    "gone at commit": (
+        "I4",
+        lambda s: s.flights.append(flight_of("c", (0, 6, 18), aborted=False)),
+        "request 'c': commit of a request that is gone",
+    ),
     "leak": (
         "L5",
         sets(pool__free=[6]),
-        "pool: free 1 + owned 5 + headroom 1 + held 0 = 7, not the 8 blocks",
+        "pool: free 1 + owned 5 + headroom 1 + held 1 = 8, not the 9 blocks",
     ),
     "free twice": ("L5", sets(pool__free=[6, 6]), "block 6 is free and free"),
     "free and owned": ("L5", sets(pool__free=[6, 5]), "block 5 is free and owned"),
     "free and headroom": ("L5", sets(pool__free=[6, 8]), "block 8 is free and headroom"),
-    "held and headroom": ("L5", sets(pool__free=[6], pool__held=[8]), "headroom and held"),
-    "nowhere and outside": ("L5", sets(pool__free=[6, 9]), "block 9 is free, but outside"),
+    "held and headroom": ("L5", sets(pool__free=[6], pool__held=[8, 9]), "headroom and held"),
+    "nowhere and outside": ("L5", sets(pool__free=[6, 10]), "block 10 is free, but outside"),
     "nowhere": ("L5", sets(pool__free=[6, 6]), "block 7 is in no place"),
     "null free": ("L5", sets(pool__free=[6, 0]), "the null block is free"),
     "null owned": (
@@ -204,16 +318,17 @@ CASES: dict[str, tuple[str, Break, str]] = {
     "few references": (
         "L5",
         sets(
-            pool__refs=[0, 1, 1, 1, 1, 1, 0, 0, 0],
+            pool__refs=[0, 1, 1, 1, 1, 1, 0, 0, 0, 0],
             b__slots=[-1, -1, 8, 9, 10],
             b__live=[False, False, True, True, True],
             chunk=ReadSet("b", [8, 9, 10], [2, 3, 4]),
+            overdue={},
         ),
         "block 1 has 1 reference(s) for 2 owner(s)",
     ),
     "free but referred to": (
         "L5",
-        sets(pool__refs=[0, 2, 1, 1, 1, 1, 1, 0, 0]),
+        sets(pool__refs=[0, 2, 1, 1, 1, 1, 1, 0, 0, 0]),
         "free block 6 has 1 reference(s)",
     ),
     "dead read": (
@@ -251,7 +366,7 @@ CASES: dict[str, tuple[str, Break, str]] = {
         "L7",
         sets(
             a__blocks=[1, 2, 3, 7],
-            pool__refs=[0, 2, 1, 1, 1, 1, 0, 2, 0],
+            pool__refs=[0, 2, 1, 1, 1, 1, 0, 2, 0, 0],
             pool__free=[6],
             plan=Plan("a", 3, (1, 2, 3, 7), (Move(4, 7, 4),), (3,), "reclaim"),
             writes=[Write("a", 6, 14)],
@@ -268,6 +383,19 @@ CASES: dict[str, tuple[str, Break, str]] = {
         sets(writes=[Write("a", 6, 4), Write("a", 7, 4)]),
         "token 7, slot 4: slot is written twice in one step",
     ),
+    "onto a source in flight": (
+        "L7",
+        sets(flights=[flight_of("c", (0, 6, 18))], writes=[Write("a", 6, 6)]),
+        "token 6, slot 6: write onto a slot of request 'c''s plan in flight",
+    ),
+    "onto a target in flight": (
+        "L7",
+        lambda s: (
+            s.flights.append(flight_of("b", (2, 8, 11))),
+            sets(writes=[Write("b", 5, 11)])(s),
+        ),
+        "token 5, slot 11: write onto a slot of request 'b''s plan in flight",
+    ),
     "unknown writer": ("L7", sets(writes=[Write("c", 0, 14)]), "request 'c', token 0, slot 14"),
     "shared bytes": (
         "L8",
@@ -278,6 +406,31 @@ CASES: dict[str, tuple[str, Break, str]] = {
     "sees other bytes": ("L9", lambda s: s.seen["a"].update({0: b"x"}), "request 'a', token 0"),
     "sees more": ("L9", lambda s: s.seen["a"].update({1: b"x"}), "(before: 'absent', after: b'x')"),
     "sees less": ("L9", lambda s: s.seen.clear(), "(before: b'k0', after: 'absent')"),
+    "overdue": (
+        "L10",
+        lambda s: s.overdue.update(a=5),
+        "request 'a': 1 block(s) could have come back for 5 steps (before: 4, after: 5)",
+    ),
+    "free target": (
+        "L11",
+        sets(pool__free=[6, 7, 9], pool__held=[]),
+        "request 'b': block 9 is free while a copy may still touch it",
+    ),
+    "headroom target": ("L11", sets(pool__headroom=[8, 9], pool__held=[]), "block 9 is free while"),
+    "free source": (
+        "L11",
+        lambda s: s.flights.append(flight_of("c", (0, 14, 18))),
+        "request 'c': block 7 is free while a copy may still touch it",
+    ),
+    "another's target": (
+        "L11",
+        lambda s: (
+            s.a.blocks.append(9),
+            plans(blocks=(1, 2, 3, 9))(s),
+            sets(pool__held=[], pool__refs=[0, 2, 1, 1, 1, 1, 0, 0, 0, 1])(s),
+        ),
+        "request 'b': block 9 is 'a''s while a copy may still write it",
+    ),
 }
 
 
@@ -315,31 +468,124 @@ def test_a_dense_plan_is_exempt_from_the_gain_gate_only() -> None:
     assert {breach.law for breach in breaches(scene)} == {"I4"}
 
 
-def test_every_law_with_a_predicate_has_a_case_and_the_others_say_why() -> None:
-    assert {law for law, _, _ in CASES.values()} == {
-        info.id for info in spec.LAWS.values() if info.predicate is not None
-    }
+def test_after_the_wait_nothing_is_fenced_or_kept_from_attention() -> None:
+    """The controls of I3 and L11: the same scenes, once the compute stream has waited."""
+    scene = Scene()
+    table_of_b_switched(scene)
+    scene.flights[0] = replace(scene.flights[0], waited=True, aborted=True)
+    assert list(breaches(scene)) == []
+    scene.pool.free, scene.pool.held = [4, 6, 7], []
+    assert list(breaches(scene)) == []
+
+
+def test_a_source_may_be_read_while_it_is_copied() -> None:
+    scene = Scene()
+    assert {move.src for move in scene.flights[0].plan.moves} <= set(scene.chunk.slots)
+    assert list(spec.i3_visibility(scene, scene.chunk)) == []
+
+
+def test_the_owner_that_shares_a_source_is_nobody_else() -> None:
+    """Only the blocks that are written must be the plan's alone."""
+    scene = Scene()
+    scene.flights.append(flight_of("c", (0, 6, 18)))
+    assert list(spec.l11_fence(scene)) == []
+
+
+def test_a_plan_in_flight_outlives_evictions_and_gained_blocks() -> None:
+    scene = Scene()
+    scene.b.live[2], scene.chunk = False, ReadSet("b", [2, 3, 9, 10], [4])
+    scene.b.blocks.append(7)
+    scene.pool.free, scene.pool.refs[7] = [6], 1
+    assert list(breaches(scene)) == []
+
+
+# L10: what could come back ------------------------------------------------------------------------
+
+
+def table_of(places: int, live: tuple[int, ...], *, blocks: int, size: int) -> FakeRequest:
+    """Blocks 1 ..; a live token at each of the positions `live`, all before `places`."""
+    slots = [size + position for position in live]
+    owned = list(range(1, blocks + 1))
+    return FakeRequest("a", owned, slots, [True] * len(slots), places, len(slots))
+
+
+def subsets(items: range | list[int]) -> Iterator[tuple[int, ...]]:
+    """The largest first."""
+    return chain.from_iterable(combinations(items, n) for n in range(len(items), -1, -1))
+
+
+def most_that_a_plan_frees(scene: Scene, private: list[int]) -> int:
+    """The most private blocks that any plan without headroom, allowed by I4, empties."""
+    request, size = scene.a, scene.pool.block_size
+    places = [block * size + offset for block in request.blocks for offset in range(size)]
+    unused = [slot for slot in places if slot not in request.slots]
+    for released in subsets(private):
+        inside = [(t, s) for t, s in enumerate(request.slots) if s // size in released]
+        for targets in combinations(unused, len(inside)):
+            moves = tuple(Move(*one, to) for one, to in zip(inside, targets, strict=True))
+            plan = Plan("a", 0, tuple(request.blocks), moves, released, "reclaim")
+            if not released or not any(spec.i4_planning(scene, plan, version=0, in_flight=True)):
+                return len(released)
+    raise AssertionError("to release nothing is always possible")
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(5, 1), (2, 2), (4, 2), (2, 3)])
+def test_what_could_come_back_is_the_most_that_a_lawful_plan_frees(blocks: int, size: int) -> None:
+    """Claim: for every placement of live tokens, physical end and protected blocks of this size,
+    `reclaimable_blocks` counts what the best relocation within the request gives back."""
+    found: Counter[int] = Counter()
+    for protected in subsets(range(1, blocks + 1)):
+        pool = FakePool(blocks + 1, size, [], [], [], [1] * (blocks + 1), set(protected))
+        private = [block for block in range(1, blocks + 1) if block not in protected]
+        for places in range(blocks * size + 1):
+            for live in subsets(range(places)):
+                request = table_of(places, live, blocks=blocks, size=size)
+                scene = Scene(pool=pool, a=request, flights=[])
+                scene.b.blocks.clear()
+                most = most_that_a_plan_frees(scene, private)
+                assert spec.reclaimable_blocks(scene, request) == most, (request, protected)
+                found[most] += 1
+    assert set(found) == set(range(blocks + 1))
+
+
+# Registry and prose -------------------------------------------------------------------------------
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table of LAWS.md whose header begins with `heading`."""
+    text = Path(spec.__file__).with_name("LAWS.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition(f"| {heading} |")
+    lines = rest.split("\n\n", maxsplit=1)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_every_law_has_a_case() -> None:
+    assert {law for law, _, _ in CASES.values()} == set(spec.LAWS)
     assert list(spec.LAWS) == ["I1", "I2", "I3", "I4", *(f"L{i}" for i in range(5, 12))]
 
 
 def test_the_prose_and_the_registry_agree() -> None:
-    """LAWS.md names each law's predicate, or says what is missing to model it."""
+    """LAWS.md has one row and one paragraph per law, and names the predicate of each first; what
+    else it names there exists."""
     text = Path(spec.__file__).with_name("LAWS.md").read_text(encoding="utf-8")
-    rows = {
-        cells[1].strip(): cells
-        for cells in (line.split("|") for line in text.splitlines())
-        if len(cells) == 6
-    }
+    table = {cells[0]: cells[1:] for cells in rows("id")}
+    assert list(table) == list(spec.LAWS)
     for law, info in spec.LAWS.items():
-        _, _, statement, kind, predicate, _ = rows[law]
-        assert statement.strip().startswith(info.title)
-        assert kind.strip() == info.kind
-        if info.predicate is None:
-            assert predicate.strip().startswith("not yet modelled: needs")
-        else:
-            module = info.predicate.__module__.rsplit(".", maxsplit=1)[-1]
-            assert f"{module}.py:{info.predicate.__name__}" in predicate
-        assert f"**{law} {info.title}.**" in text
+        statement, kind, predicates = table[law]
+        assert statement.startswith(f"{info.title}: ")
+        assert kind == info.kind
+        named = re.findall(r"`(\w+)\.py:(\w+)`", predicates)
+        assert predicates == ", ".join(f"`{module}.py:{name}`" for module, name in named)
+        found = [getattr(import_module(f"vtoken_spec.{module}"), name) for module, name in named]
+        assert found[0] is info.predicate
+        assert text.count(f"\n**{law} {info.title}.** ") == 1
+    assert len(re.findall(r"^\*\*[IL]\d+ ", text, re.MULTILINE)) == len(spec.LAWS)
+    assert "modelled" not in text
+
+
+def test_the_words_of_the_field_name_every_event() -> None:
+    named = [word for cells in rows("word") for word in re.findall(r"`(\w+)`", cells[1])]
+    assert set(named) == {event.__name__ for event in get_args(spec.Event)}
 
 
 def test_laws_accept_numpy_arrays() -> None:
