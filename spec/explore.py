@@ -228,8 +228,8 @@ def canonical(state: State, requests: tuple[str, ...]) -> bytes:
     - What lies in a slot counts only if a live token is there, or the copy of one, or the block is
       cached. Nothing else is ever looked at: moves copy live tokens, a hit takes cached blocks,
       only a block full of live tokens is cached, and everything else is written before it is read.
-    - Of a plan in flight the moves count and what it releases; of an aborted one only the slots,
-      what is still to be copied, and what it drew.
+    - Of a plan in flight the moves count, what it releases, and how many blocks it was made from;
+      of an aborted one only the slots, what is still to be copied, and what it drew.
     """
     if len(requests) == 1:
         return _code(state, requests)
@@ -325,7 +325,7 @@ def _flight_code(flight: Flight, named: Mapping[int, int], size: int) -> list[in
         code += [named[s // size] * size + s % size + 1 for s in (move.src, move.dst)]
         code += [index in flight.copied, move.dst // size in drawn]
     if not flight.aborted:
-        code += [len(plan.released), *(named[block] for block in plan.released)]
+        code += [len(plan.blocks), len(plan.released), *(named[block] for block in plan.released)]
     return code
 
 

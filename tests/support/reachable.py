@@ -146,9 +146,7 @@ def request_back_beside_its_former_copies(state: State) -> bool:
 
 def copy_out_of_a_shared_block(state: State) -> bool:
     return any(
-        state.pool.refs[block] > 1
-        for flight in running(state)
-        for block in sources(state, flight)
+        state.pool.refs[block] > 1 for flight in running(state) for block in sources(state, flight)
     )
 
 
