@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from flying import flying
+
 import vtoken_spec as spec
 from support import broken_steps
 from support.broken_steps import Outcome
 from vtoken_spec import Move, Payload, Plan, PoolState, RequestState, State
 from vtoken_spec.explore import state_faults, transition_faults
+
+COMMIT = spec.Commit("a")
 
 
 def _state(live: tuple[bool, ...]) -> State:
@@ -51,6 +57,42 @@ def eviction_of_any_token(l0: bool, token: int) -> bool:
     before = _state((l0, True, True, True))
     after = broken_steps.evicting_the_last(before, spec.Evict("a", (token,)))
     return isinstance(after, spec.Rejected) or after.tables[0].live[-1]
+
+
+def commit_before_the_wait(c0: bool, c1: bool) -> bool:
+    """
+    post: _
+    """
+    before = flying(c0=c0, c1=c1)
+    return _lawful(before, COMMIT, broken_steps.early_commit(before, COMMIT))
+
+
+def commit_after_a_wait_for_some(c0: bool, c1: bool) -> bool:
+    """
+    The wait is over as soon as one of the copies has happened.
+    pre: c0 or c1
+    post: _
+    """
+    state = flying(c0=c0, c1=c1)
+    hasty = replace(state, flights=(replace(state.flights[0], waited=True),))
+    return _lawful(hasty, COMMIT, spec.step(hasty, COMMIT))
+
+
+def finish_that_frees_at_once(c0: bool, c1: bool) -> bool:
+    """
+    post: _
+    """
+    before, event = flying(c0=c0, c1=c1), spec.Finish("a")
+    return _lawful(before, event, broken_steps.unfenced_finish(before, event))
+
+
+def recycling_beside_a_plan(slot: int) -> bool:
+    """
+    pre: -2 <= slot <= 10
+    post: _
+    """
+    before, event = flying(), spec.Recycle("a", slot)
+    return _lawful(before, event, broken_steps.recycling_in_flight(before, event))
 
 
 def slots_after_a_forgotten_clear(s0: int, s1: int, s2: int, s3: int) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 """Contracts for symbolic execution: one step of the reference model from every table of one shape,
-and the arithmetic of addresses.
+and the arithmetic of addresses. Steps with a plan in flight are in `flying.py`.
 
 Shape of the steps: blocks of two slots; request "a" owns blocks 1 and 2 and has four tokens, whose
 liveness is symbolic, as are the arguments of the event (numbers from -2 to 8, since a message with
@@ -10,6 +10,8 @@ which contracts are confirmed.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import vtoken_spec as spec
 from vtoken_spec import Move, Payload, Plan, PoolState, RequestState, State
@@ -175,6 +177,70 @@ def uncache(l0: bool, block: int) -> bool:
     """
     before = state_of((l0, True, True, True), cached=(1,))
     return is_right(before, spec.Uncache((block,)), allowed=block == 1)
+
+
+def allocate(l0: bool, block: int) -> bool:
+    """
+    A free block joins a request, and no other.
+    pre: -2 <= block <= 8
+    post: _
+    """
+    before = state_of((l0, True, True, True))
+    return is_right(before, spec.Allocate("a", (block,)), allowed=block == 3)
+
+
+def hit(l0: bool, block: int) -> bool:
+    """
+    A request without tokens takes a cached block that holds the tokens of that place, whoever else
+    evicted one; not the second block of a prompt.
+    pre: -2 <= block <= 8
+    post: _
+    """
+    before = state_of((l0, True, True, True), cached=(1, 2))
+    return is_right(before, spec.Hit("b", (block,)), allowed=block == 1)
+
+
+def reserve(l0: bool, block: int) -> bool:
+    """
+    A free block is set aside, and no other.
+    pre: -2 <= block <= 8
+    post: _
+    """
+    before = state_of((l0, True, True, True))
+    return is_right(before, spec.Reserve((block,)), allowed=block == 3)
+
+
+def unreserve(l0: bool, block: int) -> bool:
+    """
+    Only headroom is given back.
+    pre: -2 <= block <= 8
+    post: _
+    """
+    before = state_of((l0, True, True, True))
+    pool = replace(before.pool, free=frozenset(), headroom=frozenset({3}))
+    before = replace(before, pool=pool)
+    return is_right(before, spec.Unreserve((block,)), allowed=block == 3)
+
+
+def attend(l0: bool, l1: bool, slot: int) -> bool:
+    """
+    Attention reads each live token once: the newest two, and whichever of the others is live.
+    pre: -2 <= slot <= 8
+    post: _
+    """
+    before = state_of((l0, l1, True, True))
+    read = spec.ReadSet("a", (slot, 4, 5), (3,))
+    allowed = (slot == 2 and l0 and not l1) or (slot == 3 and l1 and not l0)
+    return is_right(before, spec.Attend(read), allowed=allowed)
+
+
+def resume(gone: bool, l0: bool) -> bool:
+    """
+    A request comes back if it was preempted, whatever another one holds.
+    post: _
+    """
+    before = replace(state_of((l0, True, True, True)), preempted=frozenset("b" if gone else ""))
+    return is_right(before, spec.Resume("b"), allowed=gone)
 
 
 def recycling_keeps_slots_distinct(s0: int, s1: int, s2: int, s3: int) -> tuple[int, ...]:

@@ -15,8 +15,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+import vtoken_spec as spec
 
 HERE = Path(__file__).parent
 CONDITION_CPU_S = 30
@@ -34,7 +37,7 @@ def verdicts(name: str) -> dict[str, str]:
     command += ["--analysis_kind", "PEP316", "--per_condition_timeout", str(CONDITION_CPU_S)]
     result = subprocess.run(
         [*command, str(path)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE)))},
         capture_output=True,
         text=True,
         timeout=FILE_WALL_S,
@@ -56,7 +59,7 @@ def verdicts(name: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["contracts.py", "broken.py"])
+@pytest.mark.parametrize("name", ["contracts.py", "flying.py", "broken.py"])
 def test_every_contract_is_settled_as_expected(name: str) -> None:
     expected = json.loads((HERE / "expectations.json").read_text(encoding="utf-8"))[name]
     assert verdicts(name) == expected
@@ -64,5 +67,12 @@ def test_every_contract_is_settled_as_expected(name: str) -> None:
 
 def test_every_contract_is_expected_to_hold_and_every_control_to_be_refuted() -> None:
     expected = json.loads((HERE / "expectations.json").read_text(encoding="utf-8"))
-    assert set(expected["contracts.py"].values()) <= {"confirmed", "refute-only"}
+    for name in ("contracts.py", "flying.py"):
+        assert set(expected[name].values()) <= {"confirmed", "refute-only"}
     assert set(expected["broken.py"].values()) == {"refuted"}
+
+
+def test_every_event_has_a_contract() -> None:
+    called = "".join((HERE / name).read_text("utf-8") for name in ("contracts.py", "flying.py"))
+    for event in get_args(spec.Event):
+        assert f"spec.{event.__name__}(" in called, event

@@ -32,6 +32,8 @@ from vtoken_spec import (
     Uncache,
     Wait,
 )
+from vtoken_spec.alphabet import ALLOWED, Bounds
+from vtoken_spec.explore import progress_faults
 
 SIX = (Allocate("a", (1, 2, 3)), Append("a", (2, 3, 4, 5, 6, 7)))
 """Request a: tokens 0-5 in blocks 1-3."""
@@ -270,3 +272,28 @@ def test_a_plan_copies_out_of_a_shared_block_and_leaves_the_other_owner_alone() 
     assert state.pool.refs == (0, 1, 1, 1, 0, 0, 0)
     assert spec.reads(state, "b") == [(0, spec.Payload("a", 0)), (1, spec.Payload("a", 1))]
     assert seen(state) == [0, 1, 4, 5]
+
+
+def test_a_copy_for_a_request_that_is_gone_can_delay_what_comes_back_but_not_for_ever() -> None:
+    """L10 with blocks of 3: two of b's three holes are being read by copies for a, which has
+    finished; until the wait no plan of b frees a block, and after it one does."""
+    state = run(
+        Allocate("a", (1, 2, 3)),
+        Append("a", tuple(range(3, 12))),
+        Cache((1, 2)),
+        Hit("b", (1, 2)),
+        Uncache((1, 2)),
+        Evict("a", (1, 2, 4, 5, 6, 7)),
+        Prepare(Plan("a", 0, (1, 2, 3), (Move(0, 3, 9), Move(3, 6, 10)), (1, 2), "reclaim")),
+        Finish("a"),
+        Allocate("b", (4,)),
+        Append("b", (12, 13, 14)),
+        Evict("b", (0, 3, 6)),
+        size=3,
+    )
+    bounds = Bounds(("b",))
+    assert spec.reclaimable_blocks(state, state.requests["b"]) == 1
+    assert not list(ALLOWED["preparations"](state, bounds))
+    assert not list(progress_faults(state, bounds, spec.step))
+    waited = then(state, *COPIED, Wait("a"))
+    assert list(ALLOWED["preparations"](waited, bounds))
