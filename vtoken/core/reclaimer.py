@@ -284,7 +284,9 @@ class Reclaimer:
         self._release_only(table)
         # The worker is told of one structural change of a request in a step.
         busy = flying.params.commit_delay == 0 and table.req_id in self._changes
-        if not busy and flying.is_eligible(table):
+        if flying.is_eligible(table):
+            if busy:
+                return  # planned for in the next step: a token in a hole might have to move then
             private = self._pool.private(table.blocks)
             plan = flying.plan(table, private)
             if plan is not None:
