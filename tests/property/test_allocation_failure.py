@@ -85,6 +85,9 @@ def held_beyond_a_request(engine: FakeEngine) -> dict[str, int]:
     parts = {
         "reclaimer": engine.reclaimer,
         "meter": engine.reclaimer.meter,
+        "views": engine.reclaimer.views,
+        "translation": engine.executor.translation,
+        "relocator": engine.executor.relocator,
         "checker": engine.checker,
         "worker": engine.worker,
     }

@@ -339,6 +339,10 @@ class FakeEngine:
             listed = self.pool.lists[request.req_id] == table.blocks.tolist()
             must(listed, f"{request.req_id}: pool and table list other blocks")
             self._verify_size(request, table)
+        beside = self.reclaimer.background
+        if beside is not None:
+            known = sorted(beside.headroom) == sorted(self.pool.headroom)
+            must(known, f"headroom {beside.headroom}, but {self.pool.headroom} are reserved for it")
         keys = {block: self.pool.key(block) for block in range(1, self.pool.num_blocks)}
         cached = [block for block, key in keys.items() if key is not None]
         slots = torch.tensor(cached)[:, None] * self.block_size + torch.arange(self.block_size)

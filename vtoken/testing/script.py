@@ -55,13 +55,14 @@ class EngineSpec:
         transposed, lag = rng.random() < 0.5, rng.choice([1, 1, 2, 5])
         if mode != ReclaimMode.BACKGROUND:
             return cls(str(mode), block_size, num_blocks, transposed, level)
+        copy_out = rng.random() < 0.5  # which alone has use for headroom
         params = BackgroundParams(
             threshold=rng.choice([0.01, 0.2, 0.5]),
-            headroom=rng.choice([0, 0, 1, 2]),
+            headroom=rng.choice([1, 2, 3] if copy_out else [0, 0, 0, 1]),
             copy_budget=rng.choice([block_size, 3 * block_size, 1 << 20]),
             moves_per_plan=rng.choice([block_size, 4 * block_size, 1 << 20]),
             commit_delay=rng.choice([0, 1, 1, 2, 3, 8]),
-            copy_out=rng.random() < 0.4,
+            copy_out=copy_out,
         )
         strategy, seed = rng.choice(STRATEGIES), rng.getrandbits(32)
         made = (str(mode), block_size, num_blocks, transposed, level)

@@ -76,7 +76,8 @@ def act(
     size = engine.block_size
     if len(engine.running) + len(engine.waiting) < MOST_REQUESTS and rng.random() < 0.4:
         names["add"] += 1
-        prompt_len = rng.randint(1, min(3 * size + 2, 36))
+        most = min(3 * size + 2, 36)
+        prompt_len = rng.choice([rng.randint(1, most), most])
         family = rng.randint(0, 1)
         engine.add(
             f"r{names['add']}",
@@ -89,9 +90,11 @@ def act(
             free_to_go = engine.evictable(request.req_id) if swarm.evict else []
             if free_to_go:
                 names["evict"] += 1
-                most = len(free_to_go) if swarm.bulk else 1
-                count = rng.choice([1, 1, most, max(1, most // 2)])
-                engine.evict(request.req_id, rng.sample(free_to_go, count))
+                # All over, or in the first blocks, which are often shared.
+                among = free_to_go[: rng.choice([len(free_to_go), len(free_to_go), 2 * size])]
+                most = len(among) if swarm.bulk else 1
+                count = rng.choice([1, 1, most, max(1, most * 3 // 4), max(1, most // 2)])
+                engine.evict(request.req_id, rng.sample(among, count))
         elif chance < 0.6 and swarm.grow:
             names["grow"] += 1
             engine.grow(request.req_id, rng.randint(1, 2 * size + 1))
