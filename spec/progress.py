@@ -1,9 +1,9 @@
 """L10 progress: what relocation could give back, and for how long it has not.
 
 A request is *overdue* in a step in which relocation could give back at least one of its blocks,
-it has no plan in flight, and none of its blocks came back. Whoever runs a reclamation backend
-counts such steps in a row, for requests whose fragmentation is above the threshold, and for all
-while an allocation fails for want of a block; the law bounds the count.
+it has no plan in flight that is still in its time, and none of its blocks came back. Whoever runs
+a reclamation backend counts such steps in a row, for requests whose fragmentation is above the
+threshold, and for all while an allocation fails for want of a block; the law bounds the count.
 """
 
 from __future__ import annotations

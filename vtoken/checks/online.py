@@ -52,6 +52,7 @@ class OnlineChecker:
         self._background: Background | None = None
         self._overdue: dict[str, int] = {}
         self._crowd = 0
+        self._begun: dict[str, int] = {}  # step in which the plan in flight was prepared
         self._scheduled: dict[str, RequestTable] = {}
         self._returned: set[str] = set()
 
@@ -199,6 +200,7 @@ class OnlineChecker:
         self._counts.add("I4")
         version = table.version
         judge(spec.i4_planning(self._view, flight.plan, version=version, in_flight=True))
+        self._begun[table.req_id] = self._step
         if self._shadow is not None:
             self._shadow.prepared(flight)
 
@@ -210,6 +212,7 @@ class OnlineChecker:
     def committed(self, table: RequestTable, flight: Flight, change: LayoutChange) -> None:
         self._touch(table)
         self._returned.add(table.req_id)
+        self._begun.pop(table.req_id, None)
         for block in flight.moves.drawn:
             self._references[block] = self._references.get(block, 0) + 1
         for block in change.dropped:
@@ -218,6 +221,7 @@ class OnlineChecker:
             self._shadow.committed(flight)
 
     def aborted(self, flight: Flight) -> None:
+        self._begun.pop(flight.req_id, None)
         if self._shadow is not None:
             self._shadow.aborted(flight)
 
@@ -263,7 +267,9 @@ class OnlineChecker:
         for req_id, table in self._scheduled.items():
             holes = table.physical_len - int(np.count_nonzero(table.live))
             enough = background.pressure or holes >= params.threshold * table.physical_len
-            waits = enough and req_id not in background.flights
+            begun = self._begun.get(req_id)
+            in_time = begun is not None and self._step < begun + params.commit_delay
+            waits = enough and not in_time
             came_back = req_id in self._returned
             if waits and not came_back and spec.reclaimable_blocks(self._view, table) > 0:
                 self._overdue[req_id] = self._overdue.get(req_id, 0) + 1
