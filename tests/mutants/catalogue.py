@@ -8,12 +8,19 @@ that no allocator can carry out (also where L5 is named), "contract" for a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
 from support.mutation import Mutant, mutant
 
 _TABLE = "vtoken.core.request_table:RequestTable"
 _RECLAIMER = "vtoken.core.reclaimer:Reclaimer"
 _PLANNER = "vtoken.core.planner"
 _LAYOUTS = "vtoken.kv.layouts"
+_RELOCATOR = "vtoken.kv.relocator:Relocator"
+_EVACUATION = "vtoken.core.evacuation"
+_BACKGROUND = "vtoken.core.background:Background"
 
 TABLE: tuple[Mutant, ...] = (
     mutant("append one position too late", f"{_TABLE}.append",
@@ -76,7 +83,7 @@ PLANNER: tuple[Mutant, ...] = (
            "num_kept = -(-filled // size)", "num_kept = max(1, filled // size)",
            "I1 I2 I4 L6 bytes crash contract"),
     mutant("plan does not shrink", f"{_PLANNER}:plan_dense",
-           "num_kept = -(-filled // size)", "num_kept = len(usable)", "I2 L6 bytes crash"),
+           "num_kept = -(-filled // size)", "num_kept = len(usable)", "I1 I2 L6 bytes crash"),
     mutant("holes of the partial block stay", f"{_PLANNER}:plan_dense",
            "targets = base[~mask & ~beyond]", "targets = base[:-1][~mask[:-1]]",
            "I1 I2 I4 L6 bytes crash"),
@@ -132,7 +139,7 @@ RECLAIMER: tuple[Mutant, ...] = (
            "layout = StepLayout(table.reclaimed - (table.reclaimed > 0), table.num_live, slots)",
            "L6 L7 bytes crash"),
     mutant("rows with holes are given as dense", f"{_RECLAIMER}.schedule",
-           "layout.live_slots = table.live_slots()", "pass", "L6 bytes crash"),
+           "self.views.tell(table, layout)", "pass", "L6 bytes crash"),
     mutant("a dropped request's table stays", f"{_RECLAIMER}.drop",
            "table = self.tables.drop(req_id)", "table = self.tables.get(req_id)",
            "I2 L5 contract crash bytes"),
@@ -164,5 +171,175 @@ CHECKS: tuple[Mutant, ...] = (
            "payload.contiguous()", "payload[:, :1].contiguous()", "digest"),
 )  # fmt: skip
 
-WALKED: tuple[Mutant, ...] = TABLE + PLANNER + RECLAIMER + BYTES
+_HOLES = ("off", "background", "eager")
+
+VIEWS: tuple[Mutant, ...] = (
+    mutant("an eviction is no news", "vtoken.core.views:ViewNews.evicted",
+           "gone.append(table.slots_at(table.positions[token_ids]))", "pass", "L6 bytes",
+           modes=_HOLES),
+    mutant("news are told again", "vtoken.core.views:ViewNews.tell",
+           "self._gone[table.req_id] = []", "self._gone.setdefault(table.req_id, [])",
+           "L6 bytes", modes=_HOLES),
+    mutant("restructured row is told as news", f"{_RECLAIMER}._commit",
+           "self.views.forget(table.req_id)", "pass", "L6 bytes crash", modes=_HOLES),
+    mutant("slots of the dead stay in the view", "vtoken.kv.translation:TranslationCache.take",
+           "known[~torch.isin(known, struck)]", "known", "L6 bytes", modes=_HOLES),
+)  # fmt: skip
+
+FLIGHT: tuple[Mutant, ...] = tuple(
+    replace(fault, modes=("background",))
+    for fault in (
+        # Streams and the worker.
+        mutant("launch does not wait for the compute stream",
+               "vtoken.testing.device:AdversarialCopyStream._follow_compute",
+               "self.device.wait(COPY, self.device.record(COMPUTE))", "pass", "I3 L11 I1 bytes"),
+        mutant("nothing waits for the copies", f"{_RELOCATOR}._wait",
+               "self._stream.wait(event)", "pass", "I3 L7 L11 I1 bytes"),
+        mutant("last of a step's waits is forgotten", f"{_RELOCATOR}.apply",
+               "for number in orders.waits:\n        self._wait(",
+               "for number in orders.waits[:-1]:\n        self._wait(", "I3 L7 L11 I1 bytes"),
+        mutant("wait comes behind the look at what landed", f"{_RELOCATOR}.apply",
+               "for number in orders.waits:\n        self._wait(number, committed.get(number))\n"
+               "    self._move(",
+               "waits, orders.waits = orders.waits, []\n    self._move(", "I3 L7 L11 I1 bytes"),
+        mutant("launch is not remembered", f"{_RELOCATOR}._launch",
+               "self._events[order.flight] = self._stream.launch(copies)",
+               "self._stream.launch(copies)", "I3"),
+        mutant("copies told in another order than their tokens",
+               "vtoken.core.flight:Flight.copies",
+               "made.sources, made.targets)", "made.sources, made.targets[::-1])", "I1 bytes"),
+        mutant("copies told one slot further", "vtoken.core.flight:Flight.copies",
+               "made.sources, made.targets)", "made.sources, made.targets ^ 1)",
+               "I1 L7 L11 bytes"),
+        # Planning.
+        mutant("target off by one", f"{_EVACUATION}:_moves",
+               "targets=targets.astype(np.int32),", "targets=targets.astype(np.int32) + 1,",
+               "I4 crash"),
+        mutant("release of an emptied block is forgotten", f"{_EVACUATION}:_moves",
+               "released=table.blocks[chosen].tolist(),",
+               "released=table.blocks[chosen].tolist()[1:],", "I4"),
+        mutant("emptied block still holds a token", f"{_EVACUATION}:_moves",
+               "leaving = base[table.live_mask(chosen)]",
+               "leaving = base[table.live_mask(chosen)][:-1]", "I4"),
+        mutant("shared blocks are evacuated into", f"{_EVACUATION}:_moves",
+               "others = np.setdiff1d(np.flatnonzero(writable), chosen).astype(np.int32)",
+               "others = np.setdiff1d(np.arange(table.num_blocks), chosen).astype(np.int32)",
+               "I4 L8 pool"),
+        mutant("targets behind the physical end", f"{_EVACUATION}:_moves",
+               "free = ~table.live_mask(others) & (positions < table.physical_len)",
+               "free = ~table.live_mask(others)", "I4"),
+        mutant("block with the physical end is emptied", f"{_EVACUATION}:plan_evacuation",
+               "end, tail = divmod(table.physical_len, size)",
+               "end, tail = -(-table.physical_len // size), 0", "I4"),
+        mutant("headroom costs nothing", f"{_EVACUATION}:plan_evacuation",
+               "counts + beside - drawn)", "counts + beside)", "I4"),
+        mutant("stale version in a plan in flight", f"{_EVACUATION}:_moves",
+               "version=table.version,", "version=table.version - 1,", "I4"),
+        # Decisions.
+        mutant("drawn headroom stays in the list", f"{_BACKGROUND}.launch",
+               "self.headroom = [block for block in self.headroom if block not in drawn]", "pass",
+               "I4 L5 pool bytes", hunt="copy-out"),
+        mutant("held blocks count as headroom", f"{_BACKGROUND}.held",
+               "for block in flight.moves.drawn]", "for block in flight.moves.drawn[1:]]",
+               "L5 L11 I4", hunt="copy-out"),
+        mutant("nobody is eligible", f"{_BACKGROUND}.is_eligible",
+               "return holes > 0 and", "return False and", "L10", hunt="crowd"),
+        mutant("turns are not kept", f"{_BACKGROUND}.plan",
+               "waits = bool(self._first) and table.req_id not in self._first",
+               "waits = False", "L10", hunt="crowd"),
+        mutant("who was left out is forgotten", f"{_BACKGROUND}.plan",
+               "self._left_out.setdefault(table.req_id, self._step)", "pass", "L10",
+               hunt="crowd"),
+        mutant("plan in flight is never due", f"{_BACKGROUND}.is_due",
+               "return self._step", "return False and self._step", "L10", hunt="crowd"),
+        # The reclaimer.
+        mutant("second plan while one is in flight", f"{_RECLAIMER}._reclaim_beside",
+               "flight = flying.flights.get(table.req_id)", "flight = None", "I4"),
+        mutant("released in flight", f"{_RECLAIMER}._reclaim_beside",
+               "if flying.is_due(flight):",
+               "self._release_only(table)\n        if flying.is_due(flight):", "I4"),
+        mutant("recycled in flight", f"{_RECLAIMER}._reclaim_beside",
+               "self._land(table, flight)\n        return\n    if table",
+               "self._land(table, flight)\n        elif recycle and table.num_holes:\n"
+               "            self._recycle_any_hole(table)\n        return\n    if table",
+               "I4 L7 L11 bytes"),
+        mutant("evacuated into before it leaves the prefix cache",
+               f"{_RECLAIMER}._reclaim_beside",
+               "self._pool.uncache(np.array(plan.written, dtype=np.int32))", "pass", "I4 L8"),
+        mutant("recycled before it leaves the prefix cache", f"{_RECLAIMER}._recycle_any_hole",
+               "self._pool.uncache(table.blocks[hole // size : hole // size + 1])", "pass",
+               "L7 L8 bytes"),
+        mutant("commit is not waited for", f"{_RECLAIMER}._land",
+               "self._waits.append(flight.number)", "pass", "I3 L7 L11 I1 bytes"),
+        mutant("token evicted in flight is moved", f"{_RECLAIMER}._land",
+               "still = table.live[plan.token_ids]", "still = plan.token_ids >= 0", "I2"),
+        mutant("drawn blocks join at the end", f"{_RECLAIMER}._land",
+               "keep = np.concatenate([np.arange(count, table.num_blocks), kept]).astype(np.int32)",
+               "keep = np.concatenate([kept, np.arange(count, table.num_blocks)]).astype(np.int32)",
+               "I1 I2 L6 bytes", hunt="copy-out"),
+        mutant("blocks gained in flight are lost", f"{_RECLAIMER}._land",
+               "kept = np.flatnonzero(~np.isin(table.blocks[:count], plan.released))",
+               "kept = np.flatnonzero(~np.isin(table.blocks[: len(flight.blocks)], plan.released))",
+               "I1 I2 L5 bytes"),
+        mutant("emptied blocks stay at the commit", f"{_RECLAIMER}._land",
+               "kept = np.flatnonzero(~np.isin(table.blocks[:count], plan.released))",
+               "kept = np.arange(count)", "I1 I2 L5"),
+        mutant("physical end counts the emptied blocks", f"{_RECLAIMER}._land",
+               "end = table.physical_len + (len(plan.drawn) - len(plan.released)) * size",
+               "end = table.physical_len + len(plan.drawn) * size", "I2"),
+        mutant("worker is told the targets in another order", f"{_RECLAIMER}._land",
+               "self._commit(table, ids, sources, targets, keep,",
+               "self._commit(table, ids, sources, targets[::-1], keep,", "I1"),
+        mutant("drawn block is owned and still reserved", f"{_RECLAIMER}._commit",
+               "joined = [] if flight is None else flight.moves.drawn", "joined = []", "L5",
+               hunt="copy-out"),
+        mutant("abort is not waited for", f"{_RECLAIMER}._abort",
+               "self._waits.append(flight.number)", "pass", "I3 L7 L11 I1 bytes"),
+        mutant("plan that was never told is waited for", f"{_RECLAIMER}._abort",
+               "if len(started) == len(self._launches):", "if True:", "I3"),
+        mutant("plan of a request that is gone is launched", f"{_RECLAIMER}._abort",
+               "self._launches = started", "pass", "L7 L11 I1 bytes"),
+        mutant("headroom of an aborted plan is lost", f"{_RECLAIMER}._abort",
+               "self.background.headroom += flight.moves.drawn", "pass", "L5 bytes",
+               hunt="copy-out"),
+        mutant("headroom of an aborted plan comes back twice", f"{_RECLAIMER}._abort",
+               "self.background.headroom += flight.moves.drawn",
+               "self.background.headroom += flight.moves.drawn * 2", "I4 L5 bytes",
+               hunt="copy-out"),
+        mutant("headroom of an aborted plan is free before the wait", f"{_RECLAIMER}._abort",
+               "self.background.headroom += flight.moves.drawn",
+               "self._unreserve(flight.moves.drawn)", "L5 L11", hunt="copy-out"),
+        mutant("a request that ends leaves its plan in flight", f"{_RECLAIMER}.drop",
+               "self._abort(req_id)", "pass", "I4 L5 L11 crash"),
+        mutant("headroom given back is not returned to the pool", f"{_RECLAIMER}._unreserve",
+               "self._pool.unreserve(blocks)", "self._pool.unreserve(blocks[1:])", "L5"),
+        mutant("waits are told again in every step", f"{_RECLAIMER}.take_orders",
+               "self._launches, self._waits = [], []", "self._launches = []", "I3"),
+        mutant("launches are told again in every step", f"{_RECLAIMER}.take_orders",
+               "self._launches, self._waits = [], []", "self._waits = []", "I1 I3 L7 L11 bytes"),
+        mutant("evictions in flight are forgotten", f"{_RECLAIMER}.evict",
+               "table.evict(token_ids)",
+               "if self.background and req_id in self.background.flights:\n        return\n    "
+               "table.evict(token_ids)", "L9", hunt="pairs"),
+    )
+)  # fmt: skip
+
+WALKED: tuple[Mutant, ...] = TABLE + PLANNER + RECLAIMER + BYTES + VIEWS + FLIGHT
 ALL: tuple[Mutant, ...] = WALKED + CHECKS
+
+TRIPS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "I1": ("mover drops the last token of a plan", "walk"),
+        "I2": ("recycled hole keeps its dead token", "walk"),
+        "I3": ("plan that was never told is waited for", "walk"),
+        "I4": ("stale version in the plan", "walk"),
+        "L5": ("headroom given back is not returned to the pool", "walk"),
+        "L6": ("rows with holes are given as dense", "walk"),
+        "L7": ("steady recycling forgets the prefix cache", "walk"),
+        "L8": ("steady recycling forgets the prefix cache", "sharing"),
+        "L9": ("evictions in flight are forgotten", "pairs"),
+        "L10": ("turns are not kept", "crowd"),
+        "L11": ("plan of a request that is gone is launched", "walk"),
+    }
+)
+"""Law -> a fault that it catches by its own name, and the hunt in which it does."""

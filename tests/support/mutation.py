@@ -23,9 +23,11 @@ class Mutant:
 
     Attributes:
         name: what is wrong, in a few words.
-        target: `module:function` or `module:Class.method`.
+        target: `module:function` or `module:Class.method`; the method may be a property.
         old, new: the piece of source text, which occurs exactly once, and what replaces it.
         laws: the laws that may catch it; the check that does must be one of them.
+        hunt: how it is hunted, see `tests/mutants/hunts.py`.
+        modes: in which modes, in turn.
     """
 
     name: str
@@ -33,10 +35,12 @@ class Mutant:
     old: str
     new: str
     laws: frozenset[str]
+    hunt: str = "walk"
+    modes: tuple[str, ...] = ("eager", "eager", "off")
 
 
-def mutant(name: str, target: str, old: str, new: str, laws: str) -> Mutant:
-    return Mutant(name, target, old, new, frozenset(laws.split()))
+def mutant(name: str, target: str, old: str, new: str, laws: str, **how: Any) -> Mutant:
+    return Mutant(name, target, old, new, frozenset(laws.split()), **how)
 
 
 @contextmanager
@@ -53,7 +57,11 @@ def applied(fault: Mutant) -> Iterator[None]:
     for part in outer:
         owner = getattr(owner, part)
     original = inspect.getattr_static(owner, name)
-    function = original.__func__ if isinstance(original, classmethod | staticmethod) else original
+    function = original
+    if isinstance(original, classmethod | staticmethod):
+        function = original.__func__
+    elif isinstance(original, property):
+        function = original.fget
     source = textwrap.dedent(inspect.getsource(function))
     if source.count(fault.old) != 1:
         raise LookupError(f"{fault.name}: {source.count(fault.old)} places hold {fault.old!r}")
