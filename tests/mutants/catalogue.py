@@ -147,21 +147,23 @@ RECLAIMER: tuple[Mutant, ...] = (
 
 BYTES: tuple[Mutant, ...] = (
     mutant("mover writes one slot further", "vtoken.kv.mover:Mover.move",
-           "self.layout.write(batch_to, self.layout.read(batch_from))",
-           "self.layout.write(batch_to ^ 1, self.layout.read(batch_from))", "I1 bytes crash"),
+           "self.layout.copy_slots(batch_from, batch_to)",
+           "self.layout.copy_slots(batch_from, batch_to ^ 1)", "I1 bytes crash"),
     mutant("mover drops the last token of a plan", "vtoken.kv.mover:Mover.move",
            "batch_to = targets[first : first + self.batch_tokens]",
            "batch_to = targets[first : first + self.batch_tokens]\n        "
            "batch_from, batch_to = batch_from[:-1], batch_to[:-1]", "I1 bytes"),
-    mutant("row layout moves K without V", f"{_LAYOUTS}:TokenRowLayout._write",
-           "cache[:, block, :, offset] = values.transpose(2, 3).flatten(-2)",
-           "half = self.head_dim\n    cache[:, block, :, offset, :half] = "
-           "values.transpose(2, 3).flatten(-2)[..., :half]", "I1 bytes"),
-    mutant("transposed layout moves V without K", f"{_LAYOUTS}:TransposedKeyLayout._write",
-           "self._keys[which][:, block, :, :, offset] = values[:, :, 0]", "pass", "I1 bytes"),
-    mutant("one layer is left behind", f"{_LAYOUTS}:TransposedKeyLayout._write",
-           "self._values[which][:, block, :, offset] = values[:, :, 1]",
-           "self._values[which][:-1, block, :, offset] = values[:, :-1, 1]", "I1 bytes"),
+    mutant("row layout moves K without V", f"{_LAYOUTS}:TokenRowLayout.parts",
+           "cache.transpose(2, 3)", "cache.transpose(2, 3)[..., : self.head_dim]", "I1 bytes"),
+    mutant("transposed layout moves V without K", f"{_LAYOUTS}:TransposedKeyLayout.parts",
+           "return keys + [", "return [", "I1 bytes"),
+    mutant("one layer is left behind", f"{_LAYOUTS}:TransposedKeyLayout.parts",
+           "[values.transpose(2, 3) ", "[values[:-1].transpose(2, 3) ", "I1 bytes"),
+    mutant("copies go from target to source", "vtoken.kv.host_copy:HostPart.copy",
+           "self._places(sources), self._places(targets)",
+           "self._places(targets), self._places(sources)", "I1 bytes"),
+    mutant("only the first head is copied", "vtoken.kv.host_copy:HostPart.__init__",
+           "np.arange(heads) * head", "np.arange(heads) * 0", "I1 bytes"),
 )  # fmt: skip
 
 CHECKS: tuple[Mutant, ...] = (

@@ -234,20 +234,13 @@ def test_s28_a_plan_larger_than_the_workspace_is_split_and_gets_through() -> Non
     parts: list[int] = []
     layout = made.layout
     made.mover = Mover(layout, workspace_bytes=3 * layout.token_bytes)
-    real = layout.write
+    real = layout.copy_slots
 
-    def write(slots: torch.Tensor, values: torch.Tensor) -> None:
-        parts.append(len(slots))
-        real(slots, values)
+    def copy_slots(sources: torch.Tensor, targets: torch.Tensor) -> None:
+        parts.append(len(sources))
+        real(sources, targets)
 
-    def move(sources: torch.Tensor, targets: torch.Tensor) -> None:
-        layout.write = write  # type: ignore[method-assign]
-        try:
-            Mover.move(made.mover, sources, targets)
-        finally:
-            layout.write = real  # type: ignore[method-assign]
-
-    made.mover.move = move  # type: ignore[method-assign]
+    layout.copy_slots = copy_slots  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     made.evict("a", rng.choice(made.evictable("a"), size=200, replace=False))
     made.step()

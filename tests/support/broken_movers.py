@@ -100,6 +100,11 @@ class WorkspaceIgnored(Batches):
     pass
 
 
+class WorkspaceIgnoredInCopies(Batches):
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.layout.copy_slots(sources, targets)
+
+
 class ArgumentsSorted(PlainMover):
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         order = sources.argsort()
@@ -130,6 +135,7 @@ MOVER_FAULTS = [
     Fault(ByValue, "I1"),
     Fault(BatchesOneApart, "splitting"),
     Fault(WorkspaceIgnored, "workspace"),
+    Fault(WorkspaceIgnoredInCopies, "workspace"),
     Fault(ArgumentsSorted, "arguments"),
     Fault(PiecesWithoutTheLast, "pieces"),
     Fault(NoEmptyMove, "error"),

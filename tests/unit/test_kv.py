@@ -1,11 +1,14 @@
-"""Layouts, digests and probe against the documented memory formats, token by token, and the
-mover's workspace. What the mover copies is claimed in tests/property/test_mover.py.
+"""Layouts, digests and probe against the documented memory formats, token by token, copies in host
+memory, and the mover's workspace. What the mover copies is claimed in tests/property/test_mover.py.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,15 @@ import torch
 from support.memories import CLASSES, DTYPES, HEAD_DIM, LAYERS, Memory
 from vtoken.errors import Rejected, UnsupportedConfiguration
 from vtoken.kv import (
+    KVLayout,
     Mover,
     TokenRowLayout,
+    TransposedKeyLayout,
     payload_digests,
     probe_layout,
     stack_layers,
 )
+from vtoken.kv.host_copy import HostPart, compiled_copy, copy_words, host_parts
 
 
 def memories() -> list[Memory]:
@@ -145,8 +151,8 @@ def test_the_probe_refuses_a_backend_that_writes_less(drop: str) -> None:
 
 def test_the_probe_refuses_a_move_that_copies_something_else() -> None:
     class Wrong(TokenRowLayout):
-        def _write(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-            super()._write(cache, slots, values.flip(-1))
+        def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+            self.write(targets, self.read(sources).flip(-1))
 
     memory = Memory("rows", 2, 16, torch.float32)
     before = memory.flat.clone()
@@ -205,6 +211,86 @@ def test_a_digest_does_not_depend_on_the_order_of_the_batch() -> None:
     assert there == back[::-1]
 
 
+# Copies in host memory --------------------------------------------------------------------------
+
+
+def test_copies_in_host_memory_are_compiled_and_let_go_of_the_interpreter_lock() -> None:
+    """Here, where vLLM has brought Numba along; elsewhere they are slow, and no less right."""
+    kernel: Any = compiled_copy()
+    assert kernel.targetoptions["nogil"]
+    assert all(Memory(fmt, 2, 16, torch.float32).layout._host_parts for fmt in CLASSES)
+
+
+def test_without_numba_or_in_other_memory_tokens_go_torch_s_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    views = Memory("rows", 2, 16, torch.float32).layout.parts()
+    assert host_parts([view.to("meta") for view in views]) == []
+    monkeypatch.setitem(sys.modules, "numba", None)
+    compiled_copy.cache_clear()
+    try:
+        assert host_parts(views) == []
+    finally:
+        compiled_copy.cache_clear()
+
+
+def test_compiled_loops_do_what_they_say(memory: Memory) -> None:
+    """Claim: they store what the same loops in plain Python store."""
+    views, before = memory.layout.parts(), memory.flat.clone()
+    slots = np.array([17, 31, 3]), np.array([16, 40, 66])
+    for view in views:
+        HostPart(view, copy_words).copy(*slots)
+    expected = memory.flat.clone()
+    assert not torch.equal(expected, before)
+    memory.flat.copy_(before)
+    for part in host_parts(views):
+        part.copy(*slots)
+    assert torch.equal(memory.flat, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+def test_words_fit_wherever_the_memory_begins(dtype: torch.dtype, shift: int) -> None:
+    """Claim: blocks of 3 tokens of 3 elements, from any address, are copied byte by byte alike."""
+    count = 2 * 2 * 1 * 3 * 6
+    raw = bytearray(random.Random(shift).randbytes(count * dtype.itemsize + shift))
+    cache = torch.frombuffer(raw, dtype=dtype, offset=shift).reshape(2, 2, 1, 3, 6)
+    for layout in (TokenRowLayout([cache]), TransposedKeyLayout([cache])):
+        before = layout.read(torch.arange(6)).clone()
+        layout.copy_slots(torch.tensor([4, 0]), torch.tensor([1, 5]))
+        after = layout.read(torch.arange(6))
+        expected = before[[0, 4, 2, 3, 4, 0]]
+        assert payload_digests(after) == payload_digests(expected)
+
+
+@pytest.mark.parametrize("fmt", CLASSES)
+@pytest.mark.parametrize("wrong", [-1, 80])
+def test_a_slot_outside_of_the_cache_is_refused_before_anything_is_stored(
+    fmt: str, wrong: int
+) -> None:
+    memory = Memory(fmt, 2, 16, torch.float32)
+    before = memory.flat.clone()
+    inside, outside = torch.tensor([1, 2]), torch.tensor([3, wrong])
+    for slots in ((inside, outside), (outside, inside)):
+        with pytest.raises(IndexError, match="of a cache of 80"):
+            memory.layout.copy_slots(*slots)
+    with pytest.raises(Rejected, match="2 sources and 1 targets"):
+        memory.layout.copy_slots(inside, outside[:1])
+    assert torch.equal(memory.flat, before)
+
+
+def test_an_adapter_of_one_s_own_needs_no_more_than_reading_and_writing() -> None:
+    class Own(TokenRowLayout):
+        def parts(self) -> list[torch.Tensor]:
+            return KVLayout.parts(self)
+
+    memory = Memory("rows", 2, 16, torch.float32)
+    layout = Own(stack_layers(memory.layers))
+    expected = layout.read(torch.tensor([3]))
+    layout.copy_slots(torch.tensor([3]), torch.tensor([40]))
+    assert torch.equal(layout.read(torch.tensor([40])), expected)
+
+
 # Workspace --------------------------------------------------------------------------------------
 
 
@@ -222,9 +308,9 @@ def test_a_very_large_plan_is_split_and_each_part_makes_progress() -> None:
     batches: list[int] = []
 
     class Counted(TokenRowLayout):
-        def read(self, slots: torch.Tensor) -> torch.Tensor:
-            batches.append(len(slots))
-            return super().read(slots)
+        def copy_slots(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+            batches.append(len(sources))
+            super().copy_slots(sources, targets)
 
     layout = Counted(stack_layers(memory.layers))
     rng = np.random.default_rng(0)

@@ -121,7 +121,7 @@ def _moved(
                 report.operations["copies" if pieces else "move"] += 1
                 report.operations["tokens"] += len(move.sources)
             if case.workspace is not None and max(batches, default=0) > case.workspace:
-                what = f"read {max(batches)} tokens at once, the workspace holds {case.workspace}"
+                what = f"took {max(batches)} tokens at once, the workspace holds {case.workspace}"
                 return Failure("workspace", what, at)
     except Exception as error:
         return Failure("error", f"{type(error).__name__}: {error}", at)
@@ -129,15 +129,20 @@ def _moved(
 
 
 def _watched(layout: KVLayout) -> list[int]:
-    """How many tokens each `read` of the layout takes, from now on."""
+    """How many tokens each `read` and `copy_slots` of the layout takes, from now on."""
     batches: list[int] = []
-    read = layout.read
+    read, copy_slots = layout.read, layout.copy_slots
 
-    def watched(slots: torch.Tensor) -> torch.Tensor:
+    def watched_read(slots: torch.Tensor) -> torch.Tensor:
         batches.append(len(slots))
         return read(slots)
 
-    layout.read = watched  # type: ignore[method-assign]
+    def watched_copy(sources: torch.Tensor, targets: torch.Tensor) -> None:
+        batches.append(len(sources))
+        copy_slots(sources, targets)
+
+    layout.read = watched_read  # type: ignore[method-assign]
+    layout.copy_slots = watched_copy  # type: ignore[method-assign]
     return batches
 
 
