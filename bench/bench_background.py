@@ -171,20 +171,24 @@ def test_bulk_moves_against_this_machine_s_memcpy(
     volume = 2 * count * mover.layout.token_bytes
     plain = torch.randn(volume // 8), torch.empty(volume // 8)
 
-    def ratio() -> float:
+    found: dict[str, list[float]] = {"memcpy": [], "moves": []}
+
+    def both() -> None:
         start = time.perf_counter()
         plain[1].copy_(plain[0])
         middle = time.perf_counter()
         mover.move(sources, targets)
-        return (middle - start) / (time.perf_counter() - middle)
+        found["memcpy"].append(middle - start)
+        found["moves"].append(time.perf_counter() - middle)
 
-    ratio()
-    found = [ratio() for _ in range(5)]
-    benchmark.pedantic(lambda: mover.move(sources, targets), rounds=3, iterations=1)
-    best = max(found)
+    benchmark.pedantic(both, rounds=20, iterations=1, warmup_rounds=2)
+    # The best of each, taken in turns: what disturbs one of a pair must not count for the other.
+    least = {what: min(seconds[2:]) for what, seconds in found.items()}
+    best = least["memcpy"] / least["moves"]
     benchmark.extra_info["of_memcpy"] = best
-    rate = volume / benchmark.stats.stats.min / 1e9
+    rate = volume / least["moves"] / 1e9
     report(f"{mover.layout.name}, {spread}", best, f"of memcpy, {rate:.2f} GB/s read and written")
+    assert best > 0.2, "the aim is half"
 
 
 def report(what: str, value: float, unit: str) -> None:
