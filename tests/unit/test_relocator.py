@@ -13,13 +13,13 @@ from vtoken.core.layout import NO_FLIGHT
 from vtoken.errors import InvariantViolation
 from vtoken.kv import Mover, TokenRowLayout
 from vtoken.kv.relocator import Relocator
-from vtoken.kv.streams import Copy, CopyEvent, CopyFailed, SynchronousCopyStream
+from vtoken.kv.streams import Copy, CopyEvent, SynchronousCopyStream
 
 Journal = list[tuple[object, ...]]
 
 
 class Stream(SynchronousCopyStream):
-    """Writes down what it is given; `failing` launches, counted from 0, fail."""
+    """Writes down what it is given; `failing` launches, counted from 0, copy nothing."""
 
     def __init__(self, journal: Journal, *, failing: Iterable[int] = ()) -> None:
         super().__init__()
@@ -28,8 +28,9 @@ class Stream(SynchronousCopyStream):
 
     def launch(self, copies: Sequence[Copy]) -> CopyEvent:
         self.journal.append(("launch", copies[0].owner, len(copies)))
-        event = super().launch(copies)
-        if len(self.launches) in self.failing:
+        fails = len(self.launches) in self.failing
+        event = super().launch([] if fails else copies)
+        if fails:
             event.error = RuntimeError("no such device")
         self.launches.append(event)
         return event
@@ -201,12 +202,42 @@ def test_a_wait_for_a_plan_that_is_not_in_flight_breaks_i3(known: bool) -> None:
     assert rig.journal == []
 
 
-def test_a_copy_that_failed_is_told_by_its_wait_before_the_layout_is_switched() -> None:
-    """Claim: and by no other plan's."""
+def test_a_committed_plan_whose_copies_failed_is_copied_in_step_order() -> None:
+    """Claim: behind the wait and before anybody looks; other plans are unharmed, and it is
+    counted."""
     rig = Rig(failing=[0])
     rig.relocator.apply(StepOrders(launches=[order(1, {1: 9}), order(2, {2: 10}, "b")]))
-    rig.relocator.apply(StepOrders(waits=[2], changes=[change({2: 10}, "b", 2)]))
+    assert torch.equal(rig.bytes()[9], rig.before[9])
     rig.journal.clear()
-    with pytest.raises(CopyFailed, match="for a: RuntimeError: no such device"):
-        rig.relocator.apply(StepOrders(waits=[1], changes=[change({1: 9}, flight=1)]))
-    assert rig.journal == [("wait", 0)]
+    changes = [change({1: 9}, flight=1), change({2: 10}, "b", 2)]
+    rig.relocator.apply(StepOrders(waits=[1, 2], changes=changes))
+    assert [entry for entry in rig.journal if entry[0] != "attend"] == [
+        ("wait", 0),
+        ("write", None, [1], [9]),
+        ("wait", 1),
+        ("landed", 1),
+        ("landed", 2),
+    ]
+    assert torch.equal(rig.bytes()[[9, 10]], rig.before[[1, 2]])
+    assert rig.relocator.failed_copies == 1
+
+
+def test_of_an_aborted_plan_whose_copies_failed_nothing_is_copied() -> None:
+    rig = Rig(failing=[0])
+    rig.relocator.apply(StepOrders(launches=[order(1, {1: 9})]))
+    rig.journal.clear()
+    rig.relocator.apply(StepOrders(waits=[1]))
+    assert rig.journal == [("wait", 0), ("dropped", 1)]
+    assert torch.equal(rig.bytes(), rig.before)
+    assert rig.relocator.failed_copies == 1
+
+
+def test_a_failure_is_reported_once_while_its_plan_is_in_flight() -> None:
+    """Claim: so that the scheduler can abort the plan; not once it has been waited for."""
+    rig = Rig(failing=[1, 2])
+    orders = [order(number, {number: 8 + number}) for number in range(4)]
+    rig.relocator.apply(StepOrders(launches=orders))
+    assert rig.relocator.take_failed() == [1, 2]
+    assert rig.relocator.take_failed() == []
+    rig.relocator.apply(StepOrders(waits=[0, 1, 2, 3]))
+    assert rig.relocator.take_failed() == []
