@@ -19,6 +19,15 @@ def test_each_backend_says_why_a_view_is_off() -> None:
         assert all(able.why_not.values())
 
 
+def test_a_backend_without_a_score_tap_says_why() -> None:
+    from vtoken.vllm.views import CAPABILITIES, capability_of
+
+    assert capability_of("CPU_ATTN").why_no_scores == ""
+    others = [able for name, able in CAPABILITIES.items() if name != "CPU_ATTN"]
+    for able in (*others, capability_of("SOMETHING_NEW")):
+        assert "choose a policy that needs no attention weights" in able.why_no_scores
+
+
 def test_the_table_names_backends_that_vllm_has() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -199,6 +199,33 @@ class WorkerChecker:
         if self.level >= 3:
             self._check_payloads(table, table.logical_len - count)
 
+    def check_scores(
+        self, req_id: str, values: npt.NDArray[np.float32], *, queries: int, heads: int
+    ) -> None:
+        """Level 2: a row's attention weights are non-negative and sum to one per observed query
+        and head: no layer, head, query or rank was left out or counted twice. Which slots were
+        read does not show in the sum, since each softmax makes it one; `check_access` looks at
+        those.
+
+        Args:
+            values: summed over queries and heads, float32 `[k]`.
+            heads: query heads times tapped layers, over all ranks.
+
+        Raises:
+            InvariantViolation: L6.
+        """
+        if self.level < 2:
+            return
+        self._counts.add("L6")
+        total, due = float(values.sum(dtype=np.float64)), queries * heads
+        if not (np.isfinite(values).all() and values.min() >= 0 and abs(total - due) <= 1e-3 * due):
+            raise InvariantViolation(
+                law="L6",
+                message=f"attention weights of {queries} queries and {heads} heads sum to {total}",
+                req_id=req_id,
+                before=due,
+            )
+
 
 class _OneRequest:
     """A `StateView` of one request; L6 reads nothing of the pool."""

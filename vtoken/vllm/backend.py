@@ -1,9 +1,11 @@
-"""Attention backend with the gather view, for vLLM's CPU kernels.
+"""Attention backend with the gather view and the score tap, for vLLM's CPU kernels.
 
 A row with holes cannot be given to a kernel that reads full blocks: a dead token would be seen.
 So the unmodified kernel runs for the whole batch, then, for those rows only, the live K and V
 are gathered into scratch blocks and the same kernel runs on them; its result replaces the
 row's. Costs O(live) per layer and step for such rows and nothing for the others.
+
+The layer's query goes to the score tap where a step has one (`scores.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from vtoken.errors import UnsupportedConfiguration
 from vtoken.kv import KVLayout, TransposedKeyLayout
+from vtoken.vllm.scores import tap_of
 
 _GATHER = "vtoken_gather"
 
@@ -48,7 +51,7 @@ class GatherRows:
 
 
 class VTokenCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's CPU attention, plus the second pass for rows with holes."""
+    """vLLM's CPU attention, plus the second pass for rows with holes and the score tap."""
 
     def forward(
         self,
@@ -83,6 +86,9 @@ class VTokenCPUAttentionImpl(CPUAttentionBackendImpl):
             super().forward(layer, picked, key, value, rows.scratch, rows.metadata, result)
             output[rows.tokens] = result.view_as(output[rows.tokens])
             rows.uses += 1
+        tap = tap_of(attn_metadata)
+        if tap is not None:
+            tap.hand_over(layer.layer_name, query)
         return output
 
 

@@ -1,24 +1,59 @@
-"""What the scheduler tells the workers in each step, beside vLLM's own SchedulerOutput.
+"""What the scheduler tells the workers in each step, beside vLLM's own SchedulerOutput, and back.
 
 It rides as an attribute of the `SchedulerOutput` object: that survives vLLM's executors
 (in-process by reference, multiprocess by pickling), and every tensor-parallel rank gets the
 same copy. Everything in it is a snapshot, because with async scheduling the tables move on while
-a step is in flight.
+a step is in flight. What the first rank has to say rides back on the `ModelRunnerOutput`.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    ModelRunnerOutput,
+)
 
 from vtoken.core.arrays import TableSnapshot
 from vtoken.core.layout import StepLayout, StepOrders
 from vtoken.errors import InvariantViolation
 
 _ATTRIBUTE = "vtoken_step"
-_FAILED = "vtoken_failed"
+_NEWS = "vtoken_news"
+
+
+@dataclass(frozen=True)
+class RowTap:
+    """Scores that are wanted of one row in a step.
+
+    Attributes:
+        queries: how many of the row's last query tokens are observed, at least one.
+        per_head: whether values by head are wanted as well.
+    """
+
+    queries: int
+    per_head: bool = False
+
+
+@dataclass
+class Taps:
+    """The rows of a step whose scores are wanted.
+
+    Attributes:
+        number: which one it is of those that were told, from 1.
+        rows: by request.
+        stride: 1 for all layers, n for the last of every n.
+    """
+
+    number: int
+    rows: dict[str, RowTap]
+    stride: int = 1
 
 
 @dataclass
@@ -31,16 +66,18 @@ class StepMetadata:
         layouts: per scheduled request that differs from vLLM's own layout.
         expected: tables, the step's tokens included, of the scheduled requests whose accesses
             the worker shall check (L6, L7).
+        taps: rows whose attention weights are wanted, or None.
     """
 
     orders: StepOrders = field(default_factory=StepOrders)
     number: int = 0
     layouts: dict[str, StepLayout] = field(default_factory=dict)
     expected: dict[str, TableSnapshot] = field(default_factory=dict)
+    taps: Taps | None = None
 
     @property
     def empty(self) -> bool:
-        return self.orders.empty and not (self.layouts or self.expected)
+        return self.orders.empty and not (self.layouts or self.expected or self.taps)
 
 
 def attach(output: SchedulerOutput, step: StepMetadata) -> None:
@@ -68,14 +105,82 @@ class Sequence:
             )
 
 
-def tell_failed(output: ModelRunnerOutput, flights: list[int]) -> None:
-    """The way back: plans in flight of which a copy has failed on this rank."""
-    setattr(output, _FAILED, flights)
+@dataclass
+class RowScores:
+    """Softmax weights of one row in one step, in the row's attention order, over all ranks.
+
+    Attributes:
+        values: summed over observed queries, query heads and tapped layers, float32 `[k]`.
+        per_head: the same by layer and query head, float32 `[layers * heads, k]`, or None.
+    """
+
+    values: npt.NDArray[np.float32]
+    per_head: npt.NDArray[np.float32] | None = None
+
+
+@dataclass
+class TappedStep:
+    """What a step's taps gave.
+
+    Attributes:
+        number: of the `Taps`.
+        heads: query heads of all ranks times tapped layers.
+    """
+
+    number: int
+    heads: int
+    rows: dict[str, RowScores]
+
+
+@dataclass
+class StepNews:
+    """The way back.
+
+    Attributes:
+        failed: plans in flight of which a copy has failed on this rank.
+        scores: of this step, or of earlier ones that could not be told; in order.
+    """
+
+    failed: list[int] = field(default_factory=list)
+    scores: list[TappedStep] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.failed or self.scores)
+
+
+class _Telling(AsyncModelRunnerOutput):
+    """An output that is still to come, and the news that go with it."""
+
+    def __init__(self, coming: AsyncModelRunnerOutput, news: StepNews) -> None:
+        self._coming = coming
+        self._news = news
+
+    def get_output(self) -> ModelRunnerOutput:
+        told = tell(self._coming.get_output(), self._news)
+        assert isinstance(told, ModelRunnerOutput)
+        return told
+
+
+def tell(
+    output: ModelRunnerOutput | AsyncModelRunnerOutput, news: StepNews
+) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    """`output` with news; use what is returned, since vLLM shares its empty output."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _Telling(output, news)
+    if output is EMPTY_MODEL_RUNNER_OUTPUT:
+        output = copy(output)
+    setattr(output, _NEWS, news)
+    return output
+
+
+def news_of(output: ModelRunnerOutput) -> StepNews:
+    found: StepNews | None = getattr(output, _NEWS, None)
+    return found or StepNews()
 
 
 def failed_flights(output: ModelRunnerOutput) -> list[int]:
-    found: list[int] = getattr(output, _FAILED, [])
-    return found
+    return news_of(output).failed
 
 
 def metadata_of(output: SchedulerOutput) -> StepMetadata | None:

@@ -111,6 +111,7 @@ OVERRIDES: tuple[Override, ...] = (
             "output_block_scale",
         ),
     ),
+    Override("vllm.v1.outputs:AsyncModelRunnerOutput.get_output", ("self",)),
     Override("vllm.v1.worker.gpu_worker:Worker._make_model_runner", ("self",)),
     Override("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",)),
     Override(f"{_POOL}.free_blocks", ("self", "ordered_blocks")),

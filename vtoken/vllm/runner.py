@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vtoken.checks.worker import WorkerChecker
 from vtoken.config import VTokenConfig
 from vtoken.core.layout import LayoutChange, StepLayout
-from vtoken.errors import InvariantViolation
+from vtoken.errors import InvariantViolation, UnsupportedConfiguration
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
 from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
@@ -34,9 +34,27 @@ from vtoken.vllm.backend import (
 from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
 from vtoken.vllm.guards import check_layers
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
-from vtoken.vllm.metadata import Sequence, StepMetadata, metadata_of, tell_failed
+from vtoken.vllm.metadata import (
+    Sequence,
+    StepMetadata,
+    StepNews,
+    TappedStep,
+    Taps,
+    metadata_of,
+    tell,
+)
+from vtoken.vllm.scores import (
+    CapturedTap,
+    DirectTap,
+    QueryBuffers,
+    StepTap,
+    TappedLayer,
+    attach_tap,
+    scored_row,
+    tapped_layers,
+)
 from vtoken.vllm.settings import settings_of
-from vtoken.vllm.views import View, view_of
+from vtoken.vllm.views import View, capability_of, view_of
 
 _NO_STEP = StepMetadata()
 
@@ -66,6 +84,11 @@ class VTokenRunnerMixin:
     vtoken_translation: TranslationCache
     #: live slots of this step's rows with holes
     _vtoken_rows: dict[str, torch.Tensor]
+    #: whether the score tap copies q in the layers and computes after them (full CUDA graphs)
+    vtoken_captures: bool = False
+    _vtoken_tap: StepTap | None = None
+    #: scores that no output has taken along yet
+    _vtoken_scores: list[TappedStep]
 
     # ---- start
 
@@ -91,6 +114,9 @@ class VTokenRunnerMixin:
         last = self.kv_cache_config.num_blocks - 1
         probe_layout(self.vtoken_layout, write, (last - 1, last))
         self._vtoken_scratch = GatherScratch(self.vtoken_layout)
+        self._vtoken_layers = dict(zip(names, layers, strict=True))
+        self._vtoken_tapped: dict[str, TappedLayer] = {}
+        self._vtoken_queries: QueryBuffers | None = None
         self._vtoken_backend = self.attn_groups[0][0].backend.get_name()
         self.vtoken_configure(settings_of(self.vllm_config))
 
@@ -104,6 +130,7 @@ class VTokenRunnerMixin:
         watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
         self.vtoken_translation = TranslationCache(self.device)
         self._vtoken_sequence = Sequence()
+        self._vtoken_tap, self._vtoken_scores = None, []
         mover = Mover(self.vtoken_layout)
         self.vtoken_relocator = Relocator(mover, self.vtoken_stream, watch=watch)
 
@@ -126,14 +153,25 @@ class VTokenRunnerMixin:
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        self._finish_tap()
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        # An output that is still to come cannot carry it; then the copies are made good at the
-        # commit instead (`Relocator`).
-        if isinstance(output, ModelRunnerOutput) and (
-            failed := self.vtoken_relocator.take_failed()
-        ):
-            tell_failed(output, failed)
+        if isinstance(output, ModelRunnerOutput | AsyncModelRunnerOutput):
+            scores, self._vtoken_scores = self._vtoken_scores, []
+            news = StepNews(self.vtoken_relocator.take_failed(), scores)
+            if not news.empty:
+                output = tell(output, news)
         return output
+
+    def _finish_tap(self) -> None:
+        tap, self._vtoken_tap = self._vtoken_tap, None
+        if tap is None:
+            return
+        step = tap.finish()
+        for req_id, row in tap.rows.items():
+            self.vtoken_checker.check_scores(
+                req_id, step.rows[req_id].values, queries=row.num_queries, heads=step.heads
+            )
+        self._vtoken_scores.append(step)
 
     def _switch_layouts(self, changes: list[LayoutChange]) -> None:
         for change in changes:
@@ -240,6 +278,8 @@ class VTokenRunnerMixin:
                 rows.append((row, self._vtoken_rows[req_id]))
         if rows:
             self._attach_gather(metadata, rows)
+        if self.vtoken_step.taps is not None:
+            self._attach_tap(metadata, self.vtoken_step.taps)
         return metadata, common
 
     def _attach_gather(
@@ -261,6 +301,52 @@ class VTokenRunnerMixin:
                     )
                     attach_rows(own, done[id(own)])
         self._vtoken_gathered = tuple(done.values())
+
+    def _attach_tap(self, metadata: dict[str, Any], taps: Taps) -> None:
+        why_not = capability_of(self._vtoken_backend).why_no_scores
+        if why_not:
+            raise UnsupportedConfiguration(why_not)
+        names = tapped_layers(list(self._vtoken_layers), taps.stride)
+        layers = {name: self._tapped_layer(name) for name in names}
+        heads = layers[names[0]].num_heads
+        starts, batch = self.query_start_loc.np, self.input_batch
+        rows = {}
+        for req_id, tap in taps.rows.items():
+            index = batch.req_id_to_index[req_id]
+            chunk = slice(int(starts[index]), int(starts[index + 1]))
+            rows[req_id] = scored_row(
+                tap,
+                chunk,
+                self._read_slots(req_id, index),
+                self.vtoken_layout.block_size,
+                layers=len(names),
+                heads=heads,
+            )
+        if self.vtoken_captures:
+            most = self.vllm_config.scheduler_config.max_num_batched_tokens
+            if self._vtoken_queries is None:
+                self._vtoken_queries = QueryBuffers(most)
+            self._vtoken_tap = CapturedTap(taps, rows, layers, buffers=self._vtoken_queries)
+        else:
+            self._vtoken_tap = DirectTap(taps, rows, layers)
+        for own in {id(metadata[name]): metadata[name] for name in names}.values():
+            attach_tap(own, self._vtoken_tap)
+
+    def _tapped_layer(self, name: str) -> TappedLayer:
+        if name not in self._vtoken_tapped:
+            self._vtoken_tapped[name] = TappedLayer.of(self._vtoken_layers[name])
+        return self._vtoken_tapped[name]
+
+    def _read_slots(self, req_id: str, row: int) -> np.ndarray:
+        """Slots that attention reads for a row of the batch, in its order, int64 `[k]`."""
+        gathered = self._vtoken_rows.get(req_id)
+        if gathered is not None:
+            return gathered.cpu().numpy()
+        size = self.vtoken_layout.block_size
+        length = int(self.optimistic_seq_lens_cpu[row])
+        blocks = self.input_batch.block_table[0].block_table.np[row, : -(-length // size)]
+        slots = blocks.astype(np.int64)[:, None] * size + np.arange(size)
+        return slots.ravel()[:length]
 
     def _check_gathered(self) -> None:
         """L6: the last step's gather view was used by every layer, not only prepared."""

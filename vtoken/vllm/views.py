@@ -26,6 +26,12 @@ class View(StrEnum):
     PAGE_1 = "page-1"
 
 
+_NO_TAP = (
+    "the score tap exists for vLLM's CPU kernels only; choose a policy that needs no attention "
+    "weights, such as streaming-llm"
+)
+
+
 @dataclass(frozen=True)
 class Capability:
     """What one backend can be given.
@@ -33,10 +39,13 @@ class Capability:
     Attributes:
         with_holes: the view for rows with holes, or None.
         why_not: reason where a view is off.
+        why_no_scores: why it has no score tap, for policies that ask for attention weights;
+            empty where it has one.
     """
 
     with_holes: View | None
     why_not: Mapping[View, str]
+    why_no_scores: str = _NO_TAP
 
 
 def _off(gather: str, page_1: str) -> Mapping[View, str]:
@@ -49,7 +58,9 @@ _UNTESTED = "its page size of one is not tested with vToken"
 CAPABILITIES: Mapping[str, Capability] = MappingProxyType(
     {
         "CPU_ATTN": Capability(
-            View.GATHER, MappingProxyType({View.PAGE_1: "its kernels need blocks of 32 tokens"})
+            View.GATHER,
+            MappingProxyType({View.PAGE_1: "its kernels need blocks of 32 tokens"}),
+            why_no_scores="",
         ),
         "TRITON_ATTN": Capability(None, _off(_CPU_ONLY, _UNTESTED)),
         "FLASH_ATTN": Capability(
