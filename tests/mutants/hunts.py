@@ -157,6 +157,9 @@ def copy_out(seed: int, modes: tuple[str, ...]) -> None:
                 thinned.discard(name)
             elif table.logical_len > 8 * size:
                 engine.finish(name)
+        for flight in engine.reclaimer.flights:
+            if rng.random() < 0.1:
+                engine.reclaimer.abort_flight(flight.number)
         engine.step()
         if engine.executor.lag == 1:
             engine.verify()

@@ -255,6 +255,23 @@ def test_a_plan_dropped_later_is_waited_for_in_the_next_step(end: str, later: in
     assert made.reclaimer.counters.moved == 0
 
 
+def test_a_plan_whose_copies_failed_leaves_the_layout_and_a_new_one_is_made() -> None:
+    """Claim: the request goes on with its old layout; the failed copies are waited for before the
+    new plan is committed; a plan that is not known any more is nobody's concern."""
+    made = serving(commit_delay=2)
+    made.evict("a", SPARSE)
+    made.schedule()
+    before = made.table("a").blocks.tolist()
+    for number in (1, 1, 99):
+        made.reclaimer.abort_flight(number)
+    assert made.table("a").blocks.tolist() == before
+    assert made.reclaimer.counters.aborted_plans == 1
+    step = made.schedule()
+    assert (launched(step), step.orders.waits) == (["a"], [1])
+    change = commit_of(made, steps=2)
+    assert (change.flight, change.dropped) == (2, [before[0]])
+
+
 def test_a_request_that_comes_back_has_nothing_in_flight() -> None:
     """Claim: a plan of its former self is not committed to its new table."""
     made = serving(commit_delay=4)
