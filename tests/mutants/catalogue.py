@@ -292,11 +292,6 @@ FLIGHT: tuple[Mutant, ...] = tuple(
         mutant("worker is told the targets in another order", f"{_RECLAIMER}._land",
                "self._commit(table, ids, sources, targets, keep,",
                "self._commit(table, ids, sources, targets[::-1], keep,", "I1"),
-        mutant("lag told as it was before the commit", f"{_RECLAIMER}.schedule",
-               "layout = StepLayout(table.reclaimed, table.num_live, slots)",
-               "size = table.block_size if req_id in self._changes else 0\n    "
-               "layout = StepLayout(table.reclaimed - size, table.num_live, slots)",
-               "L6 L7 bytes crash"),
         mutant("drawn block is owned and still reserved", f"{_RECLAIMER}._commit",
                "joined = [] if flight is None else flight.moves.drawn", "joined = []", "L5",
                hunt="copy-out"),
