@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -106,7 +107,21 @@ def compiled_copy() -> Callable[..., None] | None:
         from numba import njit
     except ImportError:
         return None
+    _answer_for_its_attributes()
     return njit(nogil=True)(copy_words)
+
+
+def _answer_for_its_attributes() -> None:
+    """Let the library object of llvmlite, on which Numba stands, say that it has no attributes.
+
+    It takes every name for one of a C function, `__dict__` too. vLLM's CPU platform reads that of
+    each object of each module when an engine starts, and fails on a function in its place; so no
+    second engine would start in a process.
+    """
+    with suppress(ImportError, AttributeError):
+        from llvmlite.binding import ffi
+
+        ffi.lib._fntab.setdefault("__dict__", {})
 
 
 def copy_words(
