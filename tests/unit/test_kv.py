@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -232,6 +233,20 @@ def test_without_numba_or_in_other_memory_tokens_go_torch_s_way(
         assert host_parts(views) == []
     finally:
         compiled_copy.cache_clear()
+
+
+def test_a_worker_of_vllm_may_start_after_copies_were_compiled() -> None:
+    """Claim: what vLLM does then fails without our help, also the second time, and not with it."""
+    rebind = pytest.importorskip("vllm.triton_utils.dispatcher")._rebind_kernels
+    compiled_copy()
+    rebind([])
+    import_module("llvmlite.binding.ffi").lib._fntab.pop("__dict__")
+    for _ in range(2):
+        with pytest.raises(AttributeError):
+            rebind([])
+    compiled_copy.cache_clear()
+    compiled_copy()
+    rebind([])
 
 
 def test_compiled_loops_do_what_they_say(memory: Memory) -> None:

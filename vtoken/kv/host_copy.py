@@ -121,7 +121,7 @@ def _answer_for_its_attributes() -> None:
     with suppress(ImportError, AttributeError):
         from llvmlite.binding import ffi
 
-        ffi.lib._fntab.setdefault("__dict__", {})
+        ffi.lib._fntab["__dict__"] = {}  # whatever it may have been taken for until now
 
 
 def copy_words(
