@@ -89,7 +89,7 @@ def test_what_is_not_a_script_is_told_in_one_line(tmp_path: Path, text: str) -> 
 
 def test_the_model_is_a_target(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    code, output = command(tmp_path, "--target", "model", "--seconds", "3", "--json", str(file))
+    code, output = command(tmp_path, "--target", "model", "--seconds", "6", "--json", str(file))
     assert code == 0, output
     result = json.loads(file.read_text())
     assert set(result["coverage"]) >= {"Prepare", "Copy", "Wait", "Commit", "Abort", "Attend"}
