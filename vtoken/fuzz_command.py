@@ -120,7 +120,8 @@ def _table(report: FuzzReport) -> Table:
     table.add_row("episodes", str(report.episodes))
     steps = report.steps / report.seconds if report.seconds else 0.0
     table.add_row("steps", f"{report.steps} ({steps:.0f}/s)")
-    table.add_row("events", f"{report.events} ({report.events_per_second:.0f}/s)")
+    rates = f"{report.events_per_second:.0f}/s, {report.events_per_cpu_second:.0f}/s of CPU"
+    table.add_row("events", f"{report.events} ({rates})")
     table.add_row("event kinds", f"{len(report.coverage)} of {len(get_args(Event))}")
     for event, count in sorted(report.coverage.items()):
         table.add_row(f"  {event}", str(count))

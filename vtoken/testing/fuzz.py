@@ -10,7 +10,6 @@ script are kept besides.
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -37,12 +36,12 @@ def fuzz_core(
 ) -> FuzzReport:
     """Run episodes until time is up or one finds a violation."""
     report = FuzzReport("core", seed)
-    start = time.monotonic()
-    while time.monotonic() - start < seconds and not report.findings:
+    report.begin()
+    while report.tick() < seconds and not report.findings:
         episode = first_episode + report.episodes
-        _episode(report, random.Random(f"{seed}/{episode}"), episode, start, on_step)
+        _episode(report, random.Random(f"{seed}/{episode}"), episode, on_step)
         report.episodes += 1
-        report.seconds = time.monotonic() - start
+        report.tick()
     return report
 
 
@@ -50,7 +49,6 @@ def _episode(
     report: FuzzReport,
     rng: random.Random,
     episode: int,
-    start: float,
     on_step: Callable[[FuzzReport], None] | None,
 ) -> None:
     mode = rng.choice(["eager", "eager", "background", "background", "background", "off"])
@@ -73,7 +71,7 @@ def _episode(
             if engine.executor.lag == 1 or rng.random() < 0.3:
                 engine.verify()
             report.steps += 1
-            report.seconds = time.monotonic() - start
+            report.tick()
             if on_step is not None:
                 on_step(report)
         engine.verify()

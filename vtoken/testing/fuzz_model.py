@@ -3,7 +3,6 @@ its expectation and to every law (`model_walk.py`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -28,8 +27,8 @@ def fuzz_model(
 ) -> FuzzReport:
     """Run walks until time is up or one breaks a law."""
     report = FuzzReport("model", seed)
-    start = time.monotonic()
-    while time.monotonic() - start < seconds and not report.findings:
+    report.begin()
+    while report.tick() < seconds and not report.findings:
         episode = first_episode + report.episodes
         walk, tried = ModelWalk(SeededChooser(f"{seed}/{episode}")), list[Tried]()
         for _ in range(EPISODE_EVENTS):
@@ -48,7 +47,7 @@ def fuzz_model(
             else:
                 report.rejections[expected.name] += 1
         report.episodes += 1
-        report.seconds = time.monotonic() - start
+        report.tick()
         if on_step is not None:
             on_step(report)
     return report

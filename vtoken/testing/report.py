@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,11 +46,14 @@ class FuzzReport:
         coverage: the same by kind.
         rejections: wrong calls or events that were refused, by reason.
         shrinks: runs made to find a smaller failure.
+        seconds, cpu_seconds: since `begin`, of the clock and of the processor: on a machine that is
+            shared the second says what one core can do.
     """
 
     target: str
     seed: int
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     episodes: int = 0
     steps: int = 0
     events: int = 0
@@ -57,20 +61,36 @@ class FuzzReport:
     rejections: Counter[str] = field(default_factory=Counter)
     shrinks: int = 0
     findings: list[Finding] = field(default_factory=list)
+    _started: tuple[float, float] = (0.0, 0.0)
+
+    def begin(self) -> None:
+        self._started = time.monotonic(), time.process_time()
+
+    def tick(self) -> float:
+        """Take the time; seconds since `begin`."""
+        self.seconds = time.monotonic() - self._started[0]
+        self.cpu_seconds = time.process_time() - self._started[1]
+        return self.seconds
 
     @property
     def events_per_second(self) -> float:
         return self.events / self.seconds if self.seconds else 0.0
+
+    @property
+    def events_per_cpu_second(self) -> float:
+        return self.events / self.cpu_seconds if self.cpu_seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "target": self.target,
             "seed": self.seed,
             "seconds": round(self.seconds, 3),
+            "cpu_seconds": round(self.cpu_seconds, 3),
             "episodes": self.episodes,
             "steps": self.steps,
             "events": self.events,
             "events_per_second": round(self.events_per_second, 1),
+            "events_per_cpu_second": round(self.events_per_cpu_second, 1),
             "coverage": dict(sorted(self.coverage.items())),
             "rejections": dict(sorted(self.rejections.items())),
             "shrinks": self.shrinks,

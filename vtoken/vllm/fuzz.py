@@ -8,7 +8,6 @@ step; after it, every request has ended and every block must be free.
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,15 +52,15 @@ def fuzz_engine(
         use_tqdm_on_load=False,
     )
     report = FuzzReport("engine", seed)
-    start = time.monotonic()
+    report.begin()
     with TemporaryDirectory(prefix="vtoken-fuzz-") as folder:
         file = Path(folder) / "episode.ndjson"
-        while time.monotonic() - start < seconds and not report.findings:
+        while report.tick() < seconds and not report.findings:
             number = first_episode + report.episodes
             rng = random.Random(f"{seed}/{number}")
-            found = _episode(session, rng, file, report, start, on_step)
+            found = _episode(session, rng, file, report, on_step)
             report.episodes += 1
-            report.seconds = time.monotonic() - start
+            report.tick()
             if found is not None:
                 header, records = _recorded(session, file)
                 report.findings.append(Finding(*found, seed, number, header, records))
@@ -73,7 +72,6 @@ def _episode(
     rng: random.Random,
     file: Path,
     report: FuzzReport,
-    start: float,
     on_step: Callable[[FuzzReport], None] | None,
 ) -> tuple[str, str] | None:
     """One episode; (law, message) of what it found."""
@@ -103,7 +101,7 @@ def _episode(
                         alive.remove(output.request_id)
             steps += 1
             report.steps += 1
-            report.seconds = time.monotonic() - start
+            report.tick()
             if on_step is not None:
                 on_step(report)
             if steps > _STALL_STEPS:
