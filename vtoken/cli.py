@@ -1,7 +1,7 @@
 """The command line: `vtoken run` and `vtoken serve`, and the commands for traces.
 
-Exit status: 0 done; 1 a law was violated or the engine failed; 2 wrong use or an unsupported
-configuration, with one line that says why and what to do; 130 interrupted.
+Exit status: 0 done; 1 a law was violated, or the engine or a policy failed; 2 wrong use or an
+unsupported configuration, with one line that says why and what to do; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -30,15 +30,25 @@ from vtoken.flags import (
     DelayOption,
     ForceSyncOption,
     HeadroomOption,
+    KeepFirstOption,
+    KeepPromptOption,
+    KeepRecentOption,
     MovesOption,
+    PolicyErrorOption,
     PolicyOption,
+    PolicyTimeOption,
     RatioOption,
+    RecentShareOption,
     ReclaimOption,
+    RecoveryOption,
+    RequestPoliciesOption,
     SeedOption,
     SharedPrefixOption,
     SinksOption,
+    SlackOption,
     ThresholdOption,
     TraceOption,
+    WindowOption,
 )
 from vtoken.fuzz_command import fuzz
 from vtoken.options import (
@@ -48,7 +58,7 @@ from vtoken.options import (
     read_prompts,
     write_json_atomically,
 )
-from vtoken.report import Streamer, model_progress, run_result, show_summary, warning_of
+from vtoken.report import Streamer, ended_early, model_progress, run_result, show_summary
 from vtoken.trace_commands import explain, replay, shrink
 
 app = typer.Typer(
@@ -127,6 +137,13 @@ def run(
     policy: PolicyOption = None,
     budget: BudgetOption = None,
     budget_ratio: RatioOption = None,
+    slack: SlackOption = None,
+    keep_first: KeepFirstOption = None,
+    keep_recent: KeepRecentOption = None,
+    keep_prompt: KeepPromptOption = None,
+    on_policy_error: PolicyErrorOption = None,
+    policy_time_limit_ms: PolicyTimeOption = None,
+    request_policies: RequestPoliciesOption = None,
     reclaim: ReclaimOption = None,
     threshold: ThresholdOption = None,
     headroom: HeadroomOption = None,
@@ -137,6 +154,9 @@ def run(
     shared_prefix: SharedPrefixOption = None,
     checks: ChecksOption = None,
     sinks: SinksOption = None,
+    recent_share: RecentShareOption = None,
+    window: WindowOption = None,
+    recovery: RecoveryOption = None,
     seed: SeedOption = None,
     config: ConfigOption = None,
     trace: TraceOption = None,
@@ -222,6 +242,13 @@ def run(
         policy=policy,
         budget=budget,
         budget_ratio=budget_ratio,
+        slack=slack,
+        keep_first=keep_first,
+        keep_recent=keep_recent,
+        keep_prompt=keep_prompt,
+        on_policy_error=on_policy_error,
+        policy_time_limit_ms=policy_time_limit_ms,
+        request_policies=request_policies,
         reclaim=reclaim,
         threshold=threshold,
         headroom=headroom,
@@ -232,6 +259,9 @@ def run(
         shared_prefix=shared_prefix,
         checks=checks,
         sinks=sinks,
+        recent_share=recent_share,
+        window=window,
+        recovery=recovery,
         seed=seed,
         trace=_trace_file(trace),
     )
@@ -279,10 +309,11 @@ def run(
     if json_file is not None:
         write_json_atomically(json_file, result)
     show_summary(result)
-    warning = warning_of(result)
-    if warning is not None:
+    for warning in result["warnings"]:
         _say(f"warning: {warning}")
     session.close()
+    if ended_early(result):
+        raise typer.Exit(1)
 
 
 @app.command(
@@ -294,6 +325,13 @@ def serve(
     policy: PolicyOption = None,
     budget: BudgetOption = None,
     budget_ratio: RatioOption = None,
+    slack: SlackOption = None,
+    keep_first: KeepFirstOption = None,
+    keep_recent: KeepRecentOption = None,
+    keep_prompt: KeepPromptOption = None,
+    on_policy_error: PolicyErrorOption = None,
+    policy_time_limit_ms: PolicyTimeOption = None,
+    request_policies: RequestPoliciesOption = None,
     reclaim: ReclaimOption = None,
     threshold: ThresholdOption = None,
     headroom: HeadroomOption = None,
@@ -304,6 +342,9 @@ def serve(
     shared_prefix: SharedPrefixOption = None,
     checks: ChecksOption = None,
     sinks: SinksOption = None,
+    recent_share: RecentShareOption = None,
+    window: WindowOption = None,
+    recovery: RecoveryOption = None,
     seed: SeedOption = None,
     config: ConfigOption = None,
     trace: TraceOption = None,
@@ -322,6 +363,13 @@ def serve(
         policy=policy,
         budget=budget,
         budget_ratio=budget_ratio,
+        slack=slack,
+        keep_first=keep_first,
+        keep_recent=keep_recent,
+        keep_prompt=keep_prompt,
+        on_policy_error=on_policy_error,
+        policy_time_limit_ms=policy_time_limit_ms,
+        request_policies=request_policies,
         reclaim=reclaim,
         threshold=threshold,
         headroom=headroom,
@@ -332,6 +380,9 @@ def serve(
         shared_prefix=shared_prefix,
         checks=checks,
         sinks=sinks,
+        recent_share=recent_share,
+        window=window,
+        recovery=recovery,
         seed=seed,
         trace=_trace_file(trace),
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from vtoken.core.background import UNBOUNDED, BackgroundParams
@@ -18,7 +19,16 @@ from vtoken.policies import Policy, PolicyParams, find_policy
 
 CHECK_LEVELS = (0, 1, 2, 3)
 SHARED_PREFIX = ("keep", "copy-out")
+ON_POLICY_ERROR = ("stop-request", "keep-tokens")
+REQUEST_POLICIES = ("registered", "any")
+REQUEST_OPTIONS = ("vtoken_policy", "vtoken_budget", "vtoken_budget_ratio")
+"""What a single request may set, under these names."""
 OPTIONAL_COUNTS = ("copy_budget", "moves_per_plan")
+_COUNTS = (
+    *("slack", "keep_first", "keep_recent", "sinks", "seed", "window", "checks"),
+    *("headroom", "commit_delay"),
+    *OPTIONAL_COUNTS,
+)
 BACKGROUND_OPTIONS = (
     *("threshold", "headroom", "commit_delay", "force_sync", "shared_prefix"),
     *OPTIONAL_COUNTS,
@@ -35,8 +45,23 @@ class VTokenConfig:
         budget: tokens that a decode step may attend to, its own included; a prefill chunk comes
             on top. The newest computed token always stays, whatever the budget.
         budget_ratio: the same as a share of the request's length, in (0, 1]; one of the two.
-        sinks: first tokens that StreamingLLM keeps.
+        slack: tokens over the budget before eviction fires; then it goes down to the budget, so
+            that evictions come in bursts.
+        keep_first: first tokens that no policy may evict.
+        keep_recent: newest tokens that no policy may evict, beside the newest one.
+        keep_prompt: no policy may evict tokens of the prompt. Protection wins over the budget.
+        on_policy_error: what becomes of a request whose policy fails: "stop-request" ends it,
+            "keep-tokens" lets it go on without further eviction.
+        policy_time_limit_ms: a policy that takes longer than this in one call has failed; looked
+            at after the call, so one that never returns is not stopped. None for no limit.
+        request_policies: which policies a request may name for itself: "registered" ones by their
+            name, or "any", which includes `module:Class` and so lets it import modules.
+        sinks: first tokens that StreamingLLM and FastGen keep.
         seed: seed of policies that draw.
+        recent_share: share of the kept tokens, in [0, 1), that H2O and Scissorhands reserve for
+            the newest ones.
+        window: observations that Scissorhands looks back over, 1 to 64.
+        recovery: share of a head's attention, in (0, 1], that FastGen's choice has to retain.
         reclaim: "eager", "off" or "background", see `ReclaimMode`.
         threshold: background: share of a request's physical slots that are holes, in (0, 1], from
             which on it is relocated; ignored while an allocation fails for want of a block.
@@ -55,8 +80,18 @@ class VTokenConfig:
     policy: str = "none"
     budget: int | None = None
     budget_ratio: float | None = None
+    slack: int = 0
+    keep_first: int = 0
+    keep_recent: int = 0
+    keep_prompt: bool = False
+    on_policy_error: str = "stop-request"
+    policy_time_limit_ms: float | None = None
+    request_policies: str = "registered"
     sinks: int = 4
     seed: int = 0
+    recent_share: float = 0.5
+    window: int = 64
+    recovery: float = 0.95
     reclaim: str = "eager"
     threshold: float = 0.25
     headroom: int = 0
@@ -76,36 +111,66 @@ class VTokenConfig:
         _check_background(self)
         if self.checks not in CHECK_LEVELS:
             raise Rejected(f"checks must be 0, 1, 2 or 3, not {self.checks}")
-        params = self.params  # rejects bad sinks and seeds
+        _check_eviction(self)
         if self.policy == "none":
             if self.budget is not None or self.budget_ratio is not None:
                 raise Rejected("a budget needs a policy; name one with --policy")
             return
-        policy = find_policy(self.policy)
+        least = self.least_budget  # rejects an unknown policy
         if self.budget is not None and self.budget_ratio is not None:
             raise Rejected("budget is given both in tokens and as a ratio; give one of them")
         if self.budget is None and self.budget_ratio is None:
             raise Rejected(
                 f"policy {self.policy} needs a budget; give --budget TOKENS or --budget-ratio SHARE"
             )
-        least = policy.min_budget(params)
         if self.budget is not None and self.budget < least:
             if self.budget < 1:
                 raise Rejected(f"budget must be positive, not {self.budget}")
             raise Rejected(
-                f"budget {self.budget} is too small for {self.policy}: "
-                f"at least {least} (sinks {self.sinks} + 1)"
+                f"budget {self.budget} is too small for {self.policy}: at least {least} "
+                f"({self._kept_by_protection} + 1)"
             )
         if self.budget_ratio is not None and not 0.0 < self.budget_ratio <= 1.0:
             raise Rejected(f"budget_ratio must be in (0, 1], not {self.budget_ratio}")
 
     @property
     def params(self) -> PolicyParams:
-        return PolicyParams(sinks=self.sinks, seed=self.seed)
+        """What the policies are given. Raises `Rejected` for a value out of range."""
+        return PolicyParams(
+            sinks=self.sinks,
+            seed=self.seed,
+            recent_share=self.recent_share,
+            window=self.window,
+            recovery=self.recovery,
+        )
 
-    @property
+    @cached_property
     def policy_class(self) -> type[Policy] | None:
         return None if self.policy == "none" else find_policy(self.policy)
+
+    @cached_property
+    def least_budget(self) -> int:
+        """Smallest budget in tokens that the policy and the protected tokens leave room for."""
+        policy = self.policy_class
+        if policy is None:
+            return 1
+        try:
+            least = int(policy.min_budget(self.params))
+        except Exception as error:
+            raise Rejected(
+                f"policy {self.policy} does not say its least budget: {error}"
+            ) from error
+        return max(least, self.keep_first + 1) + self.keep_recent
+
+    @property
+    def _kept_by_protection(self) -> str:
+        values = {
+            "sinks": self.sinks,
+            "keep_first": self.keep_first,
+            "keep_recent": self.keep_recent,
+        }
+        known = [f"{name} {value}" for name, value in values.items() if value]
+        return ", ".join(known) or "what the policy keeps"
 
     @property
     def mode(self) -> ReclaimMode:
@@ -145,10 +210,53 @@ class VTokenConfig:
             return self.budget
         if self.budget_ratio is None:
             return num_tokens
-        policy = self.policy_class
-        least = policy.min_budget(self.params) if policy else 1
         share = self.budget_ratio * num_tokens
-        return max(least, math.ceil(share - 1e-9))  # 0.07 of 100 is 7, also in binary
+        return max(self.least_budget, math.ceil(share - 1e-9))  # 0.07 of 100 is 7, also in binary
+
+    def for_request(self, values: Mapping[str, Any]) -> VTokenConfig:
+        """The same with what one request asks for itself; this very object if it asks nothing.
+
+        Args:
+            values: the request's extra arguments: `vtoken_policy` ("none" evicts nothing),
+                `vtoken_budget` (tokens), `vtoken_budget_ratio` (share). Others that do not begin
+                with `vtoken_` are left alone. A policy without a budget keeps the server's.
+
+        Raises:
+            Rejected: an unknown name, or a value that this server does not take.
+        """
+        asked = {name: values[name] for name in values if str(name).startswith("vtoken_")}
+        if not asked:
+            return self
+        for name in asked:
+            if name not in REQUEST_OPTIONS:
+                raise Rejected(
+                    f"unknown request option {name!r}; known: {', '.join(REQUEST_OPTIONS)}"
+                )
+        if self.policy == "none":
+            raise Rejected(
+                "requests can choose a policy or budget only where the server has a policy; start "
+                "it with --policy"
+            )
+        changes: dict[str, Any] = {name.removeprefix("vtoken_"): v for name, v in asked.items()}
+        if "budget" in changes or "budget_ratio" in changes or changes.get("policy") == "none":
+            changes = {"budget": None, "budget_ratio": None, **changes}
+        policy = changes.get("policy", self.policy)
+        if (
+            self.request_policies != "any"
+            and policy != self.policy
+            and isinstance(policy, str)
+            and ":" in policy
+        ):
+            raise Rejected(
+                f"vtoken_policy {policy!r} names a module, which only a server with "
+                "--request-policies any takes from a request; give a registered name"
+            )
+        try:
+            return replace(self, **changes)
+        except Rejected as refused:
+            reason = refused.reason.replace("--budget-ratio", "vtoken_budget_ratio")
+            reason = reason.replace("--budget", "vtoken_budget")
+            raise Rejected(f"this request's vtoken options: {reason}") from None
 
     def idle_reason(self, *, evicted: int, asked: int) -> str | None:
         """Why a policy has evicted nothing, and the way out; None if it has, or there is none.
@@ -186,6 +294,25 @@ class VTokenConfig:
         return asdict(self)
 
 
+def _check_eviction(config: VTokenConfig) -> None:
+    for name in ("slack", "keep_first", "keep_recent"):
+        if getattr(config, name) < 0:
+            raise Rejected(f"{name} must be 0 or more, not {getattr(config, name)}")
+    for name, known in (
+        ("on_policy_error", ON_POLICY_ERROR),
+        ("request_policies", REQUEST_POLICIES),
+    ):
+        value = getattr(config, name)
+        if value not in known:
+            raise Rejected(f"unknown {name} {value!r}; choose one of: {', '.join(known)}")
+    limit = config.policy_time_limit_ms
+    if limit is not None and not limit > 0:
+        raise Rejected(
+            f"policy_time_limit_ms must be positive, not {limit}; leave it out for no limit"
+        )
+    _ = config.params  # rejects what is out of range
+
+
 def _check_background(config: VTokenConfig) -> None:
     if not 0 < config.threshold <= 1:
         raise Rejected(f"threshold must be in (0, 1], not {config.threshold}")
@@ -211,17 +338,28 @@ def _check_background(config: VTokenConfig) -> None:
 
 def _check_types(config: VTokenConfig) -> None:
     """Reject values of a wrong type with the option's name (JSON and YAML let anything in)."""
-    for name in ("sinks", "seed", "checks", "headroom", "commit_delay", *OPTIONAL_COUNTS):
+    for name in _COUNTS:
         value = getattr(config, name)
         if value is None and name in OPTIONAL_COUNTS:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise Rejected(f"{name} must be a whole number, not {value!r}")
-    if isinstance(config.threshold, bool) or not isinstance(config.threshold, (int, float)):
-        raise Rejected(f"threshold must be a number, not {config.threshold!r}")
-    if not isinstance(config.force_sync, bool):
-        raise Rejected(f"force_sync must be true or false, not {config.force_sync!r}")
-    for name in ("policy", "reclaim", "shared_prefix"):
+    for name in ("threshold", "recent_share", "recovery", "policy_time_limit_ms"):
+        value = getattr(config, name)
+        if value is None and name == "policy_time_limit_ms":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise Rejected(f"{name} must be a number, not {value!r}")
+    for name in ("force_sync", "keep_prompt"):
+        if not isinstance(getattr(config, name), bool):
+            raise Rejected(f"{name} must be true or false, not {getattr(config, name)!r}")
+    for name in (
+        "policy",
+        "reclaim",
+        "shared_prefix",
+        "on_policy_error",
+        "request_policies",
+    ):
         if not isinstance(getattr(config, name), str):
             raise Rejected(f"{name} must be a name, not {getattr(config, name)!r}")
     if config.trace is not None and not isinstance(config.trace, str):

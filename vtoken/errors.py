@@ -6,6 +6,7 @@
 | `UnsupportedConfiguration` | the environment's | yes, at start |
 | `ModelUnavailable` | the environment's | yes, before start |
 | `EngineFailed` | vLLM's or the environment's | no |
+| `PolicyError` | the eviction policy's | no |
 | `TraceFormatError` | whoever wrote the file | yes |
 | `InvariantViolation` | ours | never |
 
@@ -20,6 +21,7 @@ __all__ = [
     "EngineFailed",
     "InvariantViolation",
     "ModelUnavailable",
+    "PolicyError",
     "Rejected",
     "TraceFormatError",
     "UnsupportedConfiguration",
@@ -68,6 +70,28 @@ class EngineFailed(VTokenError):
     When: out of memory, a killed process, a bug elsewhere. Whose fault: vLLM's or the
     environment's. What to do: the message has the cause; vLLM's own log has the place.
     """
+
+
+class PolicyError(VTokenError):
+    """An eviction policy failed: it raised, named a token that may not go, or took too long.
+
+    When: asked for victims, or shown attention weights, while serving. Whose fault: the policy's.
+    What to do: mend the policy, or choose another. Contained: nothing of the call took effect, and
+    only the request it was asked for ends, or goes on without eviction (`on_policy_error`).
+
+    Attributes:
+        policy: name of the policy.
+        req_id: request concerned.
+        reason: what it did, in one line.
+    """
+
+    def __init__(
+        self, message: str, *, policy: str = "", req_id: str = "", reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.policy = policy
+        self.req_id = req_id
+        self.reason = reason
 
 
 class TraceFormatError(VTokenError):

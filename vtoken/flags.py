@@ -15,7 +15,7 @@ _BACKGROUND = "With --reclaim background"
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Eviction policy: {', '.join(policy_names())}; none evicts nothing.",
+        help=f"Eviction policy: {', '.join(policy_names())}, or module:Class; none evicts nothing.",
         metavar="NAME",
         show_default="none",
         rich_help_panel=_PANEL,
@@ -34,6 +34,70 @@ RatioOption = Annotated[
     typer.Option(
         help="The budget as a share of the request's length, in (0, 1].",
         metavar="SHARE",
+        rich_help_panel=_PANEL,
+    ),
+]
+SlackOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens over the budget before eviction fires, in bursts down to the budget.",
+        metavar="TOKENS",
+        show_default="0",
+        rich_help_panel=_PANEL,
+    ),
+]
+KeepFirstOption = Annotated[
+    int | None,
+    typer.Option(
+        help="First tokens that no policy may evict.",
+        metavar="TOKENS",
+        show_default="0",
+        rich_help_panel=_PANEL,
+    ),
+]
+KeepRecentOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Newest tokens that no policy may evict, beside the newest one.",
+        metavar="TOKENS",
+        show_default="0",
+        rich_help_panel=_PANEL,
+    ),
+]
+KeepPromptOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-prompt/--no-keep-prompt",
+        help="No policy may evict tokens of the prompt.",
+        show_default="no",
+        rich_help_panel=_PANEL,
+    ),
+]
+PolicyErrorOption = Annotated[
+    str | None,
+    typer.Option(
+        help="When a policy fails: stop-request ends its request; keep-tokens evicts nothing "
+        "more from it.",
+        metavar="HOW",
+        show_default="stop-request",
+        rich_help_panel=_PANEL,
+    ),
+]
+PolicyTimeOption = Annotated[
+    float | None,
+    typer.Option(
+        help="A policy that takes longer in one call has failed; looked at after the call.",
+        metavar="MS",
+        show_default="no limit",
+        rich_help_panel=_PANEL,
+    ),
+]
+RequestPoliciesOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Policies that requests may choose: registered, or any, with module:Class.",
+        metavar="WHICH",
+        show_default="registered",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -123,9 +187,36 @@ ChecksOption = Annotated[
 SinksOption = Annotated[
     int | None,
     typer.Option(
-        help="First tokens that streaming-llm keeps.",
+        help="First tokens that streaming-llm and fastgen keep.",
         metavar="TOKENS",
         show_default="4",
+        rich_help_panel=_PANEL,
+    ),
+]
+RecentShareOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of the kept tokens that h2o and scissorhands reserve for the newest.",
+        metavar="SHARE",
+        show_default="0.5",
+        rich_help_panel=_PANEL,
+    ),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Observations that scissorhands looks back over, 1 to 64.",
+        metavar="N",
+        show_default="64",
+        rich_help_panel=_PANEL,
+    ),
+]
+RecoveryOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Share of a head's attention that fastgen's choice has to retain.",
+        metavar="SHARE",
+        show_default="0.95",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -177,7 +177,7 @@ def run_result(
         "tokens": report["tokens"],
         "checks": report["checks"],
         "violations": 0,  # a violation stops the run before there is a result
-        "warnings": [] if idle is None else [idle],
+        "warnings": report.get("policy_errors") or ([] if idle is None else [idle]),
         "pool": {
             "total": report["pool"]["total"],
             "free_before": free_before,
@@ -229,8 +229,13 @@ def show_summary(result: dict[str, Any], console: Console | None = None) -> None
 
 
 def warning_of(result: dict[str, Any]) -> str | None:
-    """What a user should know about a run that went through, if anything."""
+    """What a user should know first about a run that went through, if anything."""
     return next(iter(result["warnings"]), None)
+
+
+def ended_early(result: dict[str, Any]) -> bool:
+    """Whether a prompt did not get its answer, because its policy failed."""
+    return any(output["finish_reason"] == "abort" for output in result["outputs"])
 
 
 def _vllm_version() -> str:

@@ -173,13 +173,15 @@ def ended(tiny: str, small: list[str], folder: Path) -> dict[str, Ended]:
     """Commands that need a vLLM and no more than a look at how they end, by name."""
     policy = ["--policy", "random", "--budget"]
     json_file = ["--json", str(folder / "none.json")]
+    crashing = [*small, "--policy", "crashing", "--budget", "16"]
     commands = {
         "sliding window": ["--model", sliding(tiny, folder / "sliding")],
         "long context": [*small, "--max-model-len", "100000"],
         "small pool": [*small, "--kv-memory-mb", "2", *policy, "5000"],
         "long prompt": [*small, *policy, "64", "--no-chat", "x" * 602],
         "unlawful": [*small, "--policy", "unlawful", "--budget", "16", *json_file],
-        "crashing": [*small, "--policy", "crashing", "--budget", "16", *json_file],
+        "crashing": [*crashing, "--json", str(folder / "crashing.json")],
+        "keeping": [*crashing, "--on-policy-error", "keep-tokens", "--max-tokens", "30"],
         "eager": [*small, *OFF, "--json", str(folder / "eager.json")],
         "off": [*small, *OFF, "--reclaim", "off", "--json", str(folder / "off.json")],
     }
@@ -213,20 +215,29 @@ def test_what_only_vllm_can_tell_is_refused_in_one_line_too(
     assert reason in last
 
 
-@pytest.mark.parametrize(
-    ("policy", "end"),
-    [
-        ("unlawful", f"vtoken: {broken_policies.REPORT}\n"),
-        ("crashing", "vtoken: vLLM's engine failed (RuntimeError: no idea); see --verbose\n"),
-    ],
-)
-def test_a_violation_or_a_failure_ends_the_run_with_status_1(
-    ended: dict[str, Ended], folder: Path, policy: str, end: str
+def test_a_violation_ends_the_run_with_status_1(ended: dict[str, Ended], folder: Path) -> None:
+    assert ended["unlawful"].status == 1
+    assert ended["unlawful"].stderr == f"starting vLLM ...\nvtoken: {broken_policies.REPORT}\n"
+    assert not (folder / "none.json").exists()
+
+
+def test_a_policy_that_fails_ends_its_prompt_and_the_run_tells(
+    ended: dict[str, Ended], folder: Path
 ) -> None:
     """A policy of another package is found by its entry point, and here breaks."""
-    assert ended[policy].status == 1
-    assert ended[policy].stderr == f"starting vLLM ...\n{end}"
-    assert not (folder / "none.json").exists()
+    assert ended["crashing"].status == 1
+    begin, last = ended["crashing"].stderr.splitlines()
+    assert begin == "starting vLLM ..."
+    assert last.startswith("vtoken: warning: policy crashing failed for request 0")
+    assert "it raised RuntimeError: no idea; the request ends;" in last
+    (output,) = json.loads((folder / "crashing.json").read_text())["outputs"]
+    assert output["finish_reason"] == "abort"
+
+
+def test_a_policy_that_fails_may_also_cost_memory_only(ended: dict[str, Ended]) -> None:
+    assert ended["keeping"].status == 0
+    first = ended["keeping"].stderr.splitlines()[1]
+    assert "it raised RuntimeError: no idea; nothing more of it is evicted;" in first
 
 
 def test_off_evicts_the_same_and_gives_less_back(ended: dict[str, Ended], folder: Path) -> None:

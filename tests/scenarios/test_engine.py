@@ -232,8 +232,7 @@ def test_s24_bookkeeping_is_flat_over_many_short_requests(shared_tiny: Engine) -
         engine.drain()
     assert scheduler.vtoken.counters.evicted >= 10_000
     assert len(scheduler.vtoken.tables) == 0
-    assert not scheduler._policies
-    assert not scheduler._streams
+    assert len(scheduler.vtoken_policies) == 0
     assert not scheduler.vtoken._changes
     assert not scheduler.vtoken._holes
     assert not scheduler.vtoken.meter._shares

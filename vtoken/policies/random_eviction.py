@@ -9,7 +9,7 @@ from vtoken.policies.base import Policy, PolicyParams, PolicyView
 
 
 class RandomEviction(Policy):
-    """Evicts live tokens uniformly at random, never the newest.
+    """Evicts uniformly at random among the tokens that may go.
 
     The draw depends on the seed, the request's place in the order of first evictions, and the
     history of eviction calls, not on the reclamation mode.
@@ -22,7 +22,7 @@ class RandomEviction(Policy):
         self._rng = np.random.default_rng([params.seed, stream])
 
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
-        candidates = np.flatnonzero(view.live[: view.num_tokens - 1])
+        candidates = np.flatnonzero(view.live[view.first : view.end]) + view.first
         if view.excess == 1:  # the decode step; a single draw is ten times cheaper
             chosen = candidates[self._rng.integers(len(candidates)) :][:1]
         else:

@@ -252,11 +252,13 @@ def check_pool(settings: VTokenConfig, config: VllmConfig, manager: Any) -> None
             "lower --headroom, or give the pool more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization, or --num-gpu-blocks-override)"
         )
-    if settings.budget is not None and settings.budget > tokens:
+    if settings.budget is not None and settings.budget + settings.slack > tokens:
+        slack = f" and a slack of {settings.slack}" if settings.slack else ""
         raise refuse(
             f"the KV pool holds {tokens} tokens ({blocks} blocks of {manager.block_size}), less "
-            f"than the budget of {settings.budget}; lower --budget, or give the pool more memory "
-            "(--kv-cache-memory-bytes, --gpu-memory-utilization, or --num-gpu-blocks-override)"
+            f"than the budget of {settings.budget}{slack}; lower --budget, or give the pool more "
+            "memory (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
+            "--num-gpu-blocks-override)"
         )
 
 

@@ -15,20 +15,22 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vtoken import __version__
 from vtoken.checks.online import OnlineChecker
 from vtoken.config import VTokenConfig
 from vtoken.core.observer import Observer, Observers
 from vtoken.core.reclaimer import Reclaimer
-from vtoken.errors import Rejected
-from vtoken.policies import Policy, PolicyView
+from vtoken.errors import PolicyError, Rejected
+from vtoken.policies import Policy
 from vtoken.trace import Recorder
 from vtoken.vllm.guards import check_engine, check_pool
 from vtoken.vllm.kv_manager import VTokenManager
 from vtoken.vllm.metadata import Sequence, StepMetadata, attach, failed_flights
+from vtoken.vllm.policy_host import PolicyHost
 from vtoken.vllm.pool import EngineView
 from vtoken.vllm.settings import settings_of
 
@@ -42,6 +44,7 @@ class VTokenSchedulerMixin:
     running: list[Request]
     requests: dict[str, Request]
     kv_cache_manager: Any
+    finish_requests: Any
 
     vtoken_recorder: Recorder | None = None
 
@@ -64,7 +67,7 @@ class VTokenSchedulerMixin:
         group = self.kv_cache_manager.kv_cache_config.kv_cache_groups[0]
         page = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         self._token_bytes: int = page // manager.block_size
-        self._warned_sessions = False
+        self._stopped: list[tuple[Request, PolicyError]] = []
         self.vtoken_configure(settings)
 
     def vtoken_configure(self, settings: VTokenConfig) -> None:
@@ -104,20 +107,25 @@ class VTokenSchedulerMixin:
         self.vtoken.observer = (
             Observers(*observers) if len(observers) > 1 else next(iter(observers), None)
         )
-        self._policy_class = settings.policy_class
-        self._policies: dict[str, Policy] = {}
-        self._streams: dict[str, int] = {}
-        self._num_streams = 0
-        self._policy_calls = 0
+        self.vtoken_policies = PolicyHost(settings, requests=self.requests)
+
+    @property
+    def _policy_class(self) -> type[Policy] | None:
+        return self.vtoken_policies.policy_class
+
+    @_policy_class.setter
+    def _policy_class(self, policy_class: type[Policy] | None) -> None:
+        self.vtoken_policies.policy_class = policy_class
 
     # ---- overrides of vLLM
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.vtoken.begin_step()
         self.vtoken_manager.starved = False
-        if self._policy_class is not None:
+        if self.vtoken_policies.active:
             for request in self.running:
                 self._evict_and_reclaim(request)
+            self._stop_failed()
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._register_step(output)
         return output
@@ -128,15 +136,15 @@ class VTokenSchedulerMixin:
         for number in failed_flights(model_runner_output):
             logger.warning("a copy of plan %d failed; the plan is aborted", number)
             self.vtoken.abort_flight(number)
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._tell_stopped(outputs)
+        return outputs
 
     def _free_request_blocks(self, request: Request) -> None:
         # Finish, abort and preemption: the policy's state goes with the table. A preempted
         # request comes back with all its tokens (on_resume = readmit) and a fresh policy.
-        self._policies.pop(request.request_id, None)
-        if request.is_finished():
-            self._streams.pop(request.request_id, None)
-        elif request.request_id in self.vtoken.tables:
+        self.vtoken_policies.drop(request.request_id, finished=request.is_finished())
+        if not request.is_finished() and request.request_id in self.vtoken.tables:
             self.vtoken.counters.recomputed_requests += 1
         # The manager drops the table as well, but cannot tell the two apart.
         self.vtoken.drop(request.request_id, preempted=not request.is_finished())
@@ -154,7 +162,7 @@ class VTokenSchedulerMixin:
 
     def shutdown(self) -> None:
         idle = self.vtoken_config.idle_reason(
-            evicted=self.vtoken.counters.evicted, asked=self._policy_calls
+            evicted=self.vtoken.counters.evicted, asked=self.vtoken_policies.calls
         )
         if idle is not None and self.vtoken.meter.peak.native:
             logger.warning("%s", idle)
@@ -175,51 +183,37 @@ class VTokenSchedulerMixin:
             self.vtoken.land_due(req_id)
             return
         table = self.vtoken.tables.get(req_id)
-        if table is None or not self._evictable(request):
+        if table is None or not self.vtoken_policies.evicts(request):
             return
-        budget = self.vtoken_config.budget_for(table.logical_len + 1)
-        # The step's first new token counts; the newest computed token always stays.
-        excess = min(table.num_live + 1 - budget, table.num_live - 1)
-        if excess > 0:
-            policy = self._policies.get(req_id)
-            if policy is None:
-                policy = self._new_policy(req_id)
-            self._policy_calls += 1
-            victims = policy.victims(
-                PolicyView(table.logical_len, table.live, table.num_live, excess)
-            )
+        victims = self.vtoken_policies.victims(request, table)
+        if self.vtoken_policies.stops(req_id):
+            return
+        if len(victims):
             self.vtoken.evict(req_id, victims)
         if table.num_holes or self.vtoken.background is not None:
             self.vtoken.prepare(req_id, pending=pending)
 
-    def _evictable(self, request: Request) -> bool:
-        params = request.sampling_params
-        if (
-            params is not None
-            and params.prompt_logprobs is not None
-            and request.num_computed_tokens < request.num_prompt_tokens
-        ):
-            # Prompt logprobs promise the full context; eviction starts with the decode.
-            return False
-        if request.resumable:
-            if not self._warned_sessions:
-                self._warned_sessions = True
-                logger.warning(
-                    "streaming-input sessions are served without eviction: vToken does not "
-                    "support appending input to an evicted context"
-                )
-            return False
-        return True
+    def _stop_failed(self) -> None:
+        """End the requests whose policies failed, as aborts, before anything is scheduled."""
+        for req_id, error in self.vtoken_policies.take_stops().items():
+            for request in self.finish_requests(req_id, RequestStatus.FINISHED_ABORTED):
+                self._stopped.append((request, error))
 
-    def _new_policy(self, req_id: str) -> Policy:
-        stream = self._streams.get(req_id)
-        if stream is None:
-            stream = self._streams[req_id] = self._num_streams
-            self._num_streams += 1
-        assert self._policy_class is not None
-        policy: Policy = self._policy_class(self.vtoken_config.params, stream=stream)
-        self._policies[req_id] = policy
-        return policy
+    def _tell_stopped(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Give each request that was ended here its last output: vLLM expects aborts from its
+        clients, who know already."""
+        for request, error in self._stopped:
+            mine = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            last = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=str(error),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            mine.outputs = [*mine.outputs, last]
+        self._stopped.clear()
 
     def _register_step(self, output: SchedulerOutput) -> None:
         """Register what vLLM scheduled and attach the step's layout to its output."""
@@ -251,7 +245,9 @@ class VTokenSchedulerMixin:
         return {
             "block_size": self.vtoken_manager.block_size,
             "tokens": self.vtoken.counters.as_dict(),
-            "policy_calls": self._policy_calls,
+            "policy_calls": self.vtoken_policies.calls,
+            "policy_failures": self.vtoken_policies.failures,
+            "policy_errors": list(self.vtoken_policies.messages),
             "blocks_now": self.vtoken.meter.now.as_dict(),
             "blocks_peak": self.vtoken.meter.peak.as_dict(),
             "checks": self.vtoken_checker.counts(),
