@@ -60,7 +60,7 @@ class VTokenConfig:
         seed: seed of policies that draw.
         recent_share: share of the kept tokens, in [0, 1), that H2O and Scissorhands reserve for
             the newest ones.
-        window: observations that Scissorhands looks back over, 1 to 64.
+        window: observations that Scissorhands looks back over, 1 to 32.
         recovery: share of a head's attention, in (0, 1], that FastGen's choice has to retain.
         reclaim: "eager", "off" or "background", see `ReclaimMode`.
         threshold: background: share of a request's physical slots that are holes, in (0, 1], from
@@ -90,7 +90,7 @@ class VTokenConfig:
     sinks: int = 4
     seed: int = 0
     recent_share: float = 0.5
-    window: int = 64
+    window: int = 32
     recovery: float = 0.95
     reclaim: str = "eager"
     threshold: float = 0.25

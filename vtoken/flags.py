@@ -205,9 +205,9 @@ RecentShareOption = Annotated[
 WindowOption = Annotated[
     int | None,
     typer.Option(
-        help="Observations that scissorhands looks back over, 1 to 64.",
+        help="Observations that scissorhands looks back over, 1 to 32.",
         metavar="N",
-        show_default="64",
+        show_default="32",
         rich_help_panel=_PANEL,
     ),
 ]

@@ -107,14 +107,14 @@ class PolicyParams:
         seed: seed of policies that draw.
         recent_share: share of the kept tokens, in [0, 1), that H2O and Scissorhands reserve for
             the newest ones.
-        window: observations that Scissorhands looks back over, 1 to 64.
+        window: observations that Scissorhands looks back over, 1 to 32.
         recovery: share of a head's attention, in (0, 1], that FastGen's choice has to retain.
     """
 
     sinks: int = 4
     seed: int = 0
     recent_share: float = 0.5
-    window: int = 64
+    window: int = 32
     recovery: float = 0.95
 
     def __post_init__(self) -> None:
@@ -124,8 +124,8 @@ class PolicyParams:
             raise Rejected(f"seed must be 0 or more, not {self.seed}")
         if not 0 <= self.recent_share < 1:
             raise Rejected(f"recent_share must be in [0, 1), not {self.recent_share}")
-        if not 1 <= self.window <= 64:
-            raise Rejected(f"window must be 1 to 64, not {self.window}")
+        if not 1 <= self.window <= 32:
+            raise Rejected(f"window must be 1 to 32, not {self.window}")
         if not 0 < self.recovery <= 1:
             raise Rejected(f"recovery must be in (0, 1], not {self.recovery}")
 

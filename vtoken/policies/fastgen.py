@@ -49,7 +49,7 @@ class FastGen(Policy):
 
     def observe(self, scores: StepScores) -> None:
         sums = self._sums.align(scores.token_ids)
-        sums += scores.values.astype(np.float64)
+        sums += scores.values
         if scores.per_head is not None:
             # The last chunk of a prompt sees all of it, so the latest profile counts.
             self._profile(scores.token_ids, scores.per_head)
@@ -76,17 +76,21 @@ class FastGen(Policy):
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
         sums = self._sums.dense(view.num_tokens)
         live = np.flatnonzero(view.live)
-        asking = np.zeros(view.num_tokens, dtype=np.int64)
+        asking = np.zeros(view.num_tokens, dtype=np.int32)
         least = lowest(sums, live, len(live) - int(FREQUENT * view.kept))
         frequent = view.live.copy()
         frequent[least] = False
         asking[frequent] = self.frequent_heads
         asking[live[len(live) - int(LOCAL * view.kept) :]] += self.local_heads
-        # One order out of two: heads that ask first, attention second, then the id.
-        candidates = np.flatnonzero(view.evictable)
-        candidates = candidates[candidates >= self.params.sinks]
-        rank = np.lexsort((candidates, sums[candidates], asking[candidates]))
-        chosen: npt.NDArray[np.int32] = candidates[rank[: view.excess]].astype(np.int32)
+        first = max(view.first, self.params.sinks)
+        candidates = np.flatnonzero(view.live[first : view.end]) + first
+        chosen = np.empty(0, dtype=np.int32)
+        both = (self.frequent_heads, self.local_heads)
+        for level in sorted({0, *both, sum(both)}):
+            group = candidates[asking[candidates] == level]
+            chosen = np.concatenate([chosen, lowest(sums, group, view.excess - len(chosen))])
+            if len(chosen) == view.excess:
+                break
         return chosen
 
     @classmethod

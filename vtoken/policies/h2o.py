@@ -33,7 +33,7 @@ class H2O(Policy):
 
     def observe(self, scores: StepScores) -> None:
         sums = self._sums.align(scores.token_ids)
-        sums += scores.values.astype(np.float64)  # a cast at once is faster than one by blocks
+        sums += scores.values
 
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
         recent = int(self.params.recent_share * view.kept)

@@ -2,8 +2,8 @@
 
 Source: Liu et al., "Scissorhands: Exploiting the Persistence of Importance Hypothesis for LLM KV
 Cache Compression at Test Time" (2023). The paper counts per head, over a window of some hundred
-queries; here weights are averaged over heads and layers first, and the window is one of up to 64
-observations, which fits a machine word per token.
+queries; here weights are averaged over heads and layers first, and the window is one of up to 32
+observations, which fits one number per token.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Scissorhands(Policy):
     def __init__(self, params: PolicyParams, *, stream: int) -> None:
         super().__init__(params, stream=stream)
         #: bit n: unimportant in the observation before the last n
-        self._history = TokenArray(np.uint64)
-        self._mask = np.uint64(2**params.window - 1)
+        self._history = TokenArray(np.uint32)
+        self._mask = np.uint32(2**params.window - 1)
 
     def observe(self, scores: StepScores) -> None:
         history = self._history.align(scores.token_ids)
         average = scores.queries * scores.heads / max(1, len(history))
-        history <<= np.uint64(1)
+        history <<= np.uint32(1)
         history |= scores.values < np.float32(average)
 
     def victims(self, view: PolicyView) -> npt.NDArray[np.int32]:
         recent = int(self.params.recent_share * view.kept)
         candidates = outside_recent(view, recent)
         history = self._history.dense(view.num_tokens) & self._mask
-        important = 64 - np.bitwise_count(history).astype(np.int16)
+        important = 32 - np.bitwise_count(history)
         return lowest(important, candidates, view.excess)

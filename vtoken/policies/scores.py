@@ -52,38 +52,39 @@ class TokenArray:
     """
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._count = 0
         self._values: npt.NDArray[Any] = np.zeros(64, dtype=dtype)
-        self._ids: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self._known = b""
+        self._ids: npt.NDArray[np.int32] = np.zeros(64, dtype=np.int32)
 
     @property
     def values(self) -> npt.NDArray[Any]:
         """Of the tokens of the last `align`, in its order; to be changed in place."""
-        return self._values[: len(self._ids)]
+        return self._values[: self._count]
 
     def align(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
         """Make `values` those of `token_ids` (distinct); returns them."""
-        ids = np.ascontiguousarray(token_ids, dtype=np.int32)
-        known, count = ids.tobytes(), len(ids)
-        if known.startswith(self._known):
-            old = len(self._ids)
-            if count > len(self._values):
-                grown = np.zeros(2 * count, dtype=self._values.dtype)
-                grown[:old] = self.values
-                self._values = grown
+        old, count = self._count, len(token_ids)
+        same = count >= old and bool((token_ids[:old] == self._ids[:old]).all())
+        dense = None if same else self.dense(int(token_ids.max()) + 1 if count else 0)
+        if count > len(self._values):
+            grown = np.zeros(count + count // 4, dtype=self._values.dtype)
+            grown[:old] = self.values
+            known = np.zeros(len(grown), dtype=np.int32)
+            known[:old] = self._ids[:old]
+            self._values, self._ids = grown, known
+        if dense is None:
             self._values[old:count] = 0
+            self._ids[old:count] = token_ids[old:]
         else:
-            dense = self.dense(int(ids.max()) + 1 if count else 0)
-            if count > len(self._values):
-                self._values = np.zeros(2 * count, dtype=self._values.dtype)
-            self._values[:count] = dense[ids]
-        self._ids, self._known = np.frombuffer(known, dtype=np.int32), known
+            self._values[:count] = dense[token_ids]
+            self._ids[:count] = token_ids
+        self._count = count
         return self.values
 
     def dense(self, num_tokens: int) -> npt.NDArray[Any]:
         """By token id, 0 where there is none, `[num_tokens]` (a copy)."""
         found = np.zeros(num_tokens, dtype=self._values.dtype)
-        ids, values = self._ids, self.values
+        ids, values = self._ids[: self._count], self.values
         if len(ids) and int(ids.max()) >= num_tokens:
             inside = ids < num_tokens
             ids, values = ids[inside], values[inside]
