@@ -169,17 +169,19 @@ def test_a_fault_concerns_its_own_request_alone(
 
 
 class Deaf(Faulty):
-    """Fails when it is shown the attention of the second request."""
+    """Fails when it is shown attention weights, from the moment that the test says so."""
 
     needs: ClassVar[ScoreNeed] = ScoreNeed.TOKENS
     fault = ""
+    deaf: ClassVar[bool] = False
 
     def observe(self, scores: StepScores) -> None:
-        raise KeyError("what is this")
+        if self.deaf:
+            raise KeyError("what is this")
 
 
 def test_a_fault_while_observing_ends_the_request_before_the_next_step(
-    shared_tiny: Engine, messages: list[str]
+    shared_tiny: Engine, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = shared_tiny
     engine.configure(policy="sliding-window", budget=40, checks=3)
@@ -193,8 +195,10 @@ def test_a_fault_while_observing_ends_the_request_before_the_next_step(
     ids = np.arange(3, dtype=np.int32)
     scores = StepScores(ids, np.ones(3, dtype=np.float32), queries=1, heads=3, prompt=False)
     assert host.needs(victim.request_id) is ScoreNeed.TOKENS
-    host.observe(victim.request_id, scores)
-    host.observe(victim.request_id, scores)
+    with monkeypatch.context() as patch:
+        patch.setattr(Deaf, "deaf", True)
+        host.observe(victim.request_id, scores)
+        host.observe(victim.request_id, scores)
     assert host.needs(victim.request_id) is ScoreNeed.NONE
     while engine.llm.llm_engine.has_unfinished_requests():
         for output in engine.llm.llm_engine.step():
@@ -231,3 +235,37 @@ def test_a_violation_is_never_contained(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(InvariantViolation):
         host.victims(request, table)  # type: ignore[arg-type]
     assert host.failures == 0
+
+
+def test_a_request_has_the_policy_that_it_asks_for(shared_tiny: Engine) -> None:
+    """Beside others, and exact: its own policy and budget, none at all, and one that is refused
+    by what only the scheduler knows."""
+    engine = shared_tiny
+    engine.configure(policy="streaming-llm", budget=40, checks=3)
+    asked: dict[str, dict[str, Any]] = {
+        "0": {},
+        "1": {"vtoken_policy": "random", "vtoken_budget": 20},
+        "2": {"vtoken_policy": "none"},
+        "3": {"vtoken_budget_ratio": 0.5},
+        "4": {"vtoken_budget": 4},
+    }
+    prompts = {name: random_prompt(80, seed=int(name)) for name in asked}
+    recorder, last = Recorder(engine.llm), dict[str, Any]()
+    with recorder.watching():
+        for name, arguments in asked.items():
+            engine.submit(name, prompts[name], TOKENS, extra_args=arguments)
+        while engine.llm.llm_engine.has_unfinished_requests():
+            for output in engine.llm.llm_engine.step():
+                last[output.request_id] = output.outputs[0]
+    refused = last.pop("4")
+    assert refused.finish_reason == "abort"
+    assert "budget 4 is too small for streaming-llm: at least 5" in refused.stop_reason
+    lives = {life.req_id.split("-")[0]: life for life in recorder.lives}
+    gone = {}
+    for name, output in last.items():
+        assert output.finish_reason == "length"
+        comparison = compare(engine.reference, lives[name], prompts[name] + list(output.token_ids))
+        assert comparison.max_error <= 1e-5
+        gone[name] = sum(len(ids) for _, ids in lives[name].evictions)
+    length = 80 + TOKENS - 1  # the last token is never computed
+    assert gone == {"0": length - 39 - 1, "1": length - 19 - 1, "2": 0, "3": length - 60}

@@ -169,6 +169,44 @@ def test_prompt_logprobs_are_refused_with_the_reason(
         client(server).completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, **request_body)
 
 
+def complete(server: Server, **xargs: Any) -> Any:
+    return client(server).completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=40,
+        temperature=0,
+        extra_body={"ignore_eos": True, "vllm_xargs": xargs},
+    )
+
+
+def test_a_request_chooses_its_own_policy_and_budget(server: Server) -> None:
+    """Claim: what it asks for is what it gets: with everything kept, another answer than with
+    little, and the server's own policy where it asks for nothing."""
+    everything = complete(server, vtoken_policy="none").choices[0]
+    little = complete(server, vtoken_policy="random", vtoken_budget=8).choices[0]
+    share = complete(server, vtoken_budget_ratio=1.0).choices[0]
+    assert {c.finish_reason for c in (everything, little, share)} == {"length"}
+    assert share.text == everything.text != little.text
+
+
+@pytest.mark.parametrize(
+    ("xargs", "reason"),
+    [
+        ({"vtoken_policy": "h3o"}, "unknown policy 'h3o'; choose one of"),
+        ({"vtoken_policy": "os:path"}, "only a server with --request-policies any"),
+        ({"vtoken_budget": 4}, "budget 4 is too small for streaming-llm: at least 5"),
+        ({"vtoken_budget": "many"}, "budget must be a whole number of tokens, not 'many'"),
+        ({"vtoken_budget_ratio": 2}, r"budget_ratio must be in \(0, 1\], not 2"),
+        ({"vtoken_budgte": 9}, "unknown request option 'vtoken_budgte'"),
+    ],
+)
+def test_what_a_request_asks_for_wrongly_is_refused_with_the_reason(
+    server: Server, xargs: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason):
+        complete(server, **xargs)
+
+
 def test_what_vllm_rejects_stays_a_clear_rejection(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         chat(server, "word " * 600)
@@ -231,6 +269,26 @@ def test_a_violation_stops_the_server_and_is_its_last_word(tiny: str, tmp_path: 
     finally:
         failing.kill()
     assert failing.log.rstrip().endswith(f"vtoken: {broken_policies.REPORT}")
+
+
+def test_a_policy_that_fails_ends_its_requests_and_nobody_waits(tiny: str, tmp_path: Path) -> None:
+    others = broken_policies.install(tmp_path)
+    flags = ["--policy", "crashing", "--budget", "16", *SMALL, "--served-model-name", MODEL]
+    failing = Server([str(VTOKEN), "serve", tiny, *flags], tmp_path / "log.txt", others)
+    try:
+        failing.wait_until_healthy()
+        choice = complete(failing).choices[0]
+        assert choice.finish_reason == "abort"
+        assert "policy crashing failed for request" in choice.model_extra["stop_reason"]
+        assert "it raised RuntimeError: no idea" in choice.model_extra["stop_reason"]
+        *_, last = (c.choices[0] for c in chat(failing, stream=True) if c.choices)
+        assert last.finish_reason == "abort"
+        # Another policy serves on, beside it.
+        assert complete(failing, vtoken_policy="random").choices[0].finish_reason == "length"
+        failing.wait_until_idle()
+    finally:
+        failing.kill()
+    assert failing.log.count("--on-policy-error keep-tokens would let it go on") == 2
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from vtoken.config import VTokenConfig
+from vtoken.vllm.request_options import announce
 from vtoken.vllm.settings import KEY
 
 REQUEST_GUARD = "vtoken.vllm.request_guard:RequestGuard"
@@ -41,6 +42,7 @@ def engine_kwargs(
         "additional_config": {KEY: settings.as_dict()},
     }
     if settings.policy != "none":
+        announce(settings)
         kwargs["logits_processors"] = [REQUEST_GUARD]
     return kwargs
 

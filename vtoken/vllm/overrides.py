@@ -69,6 +69,7 @@ OVERRIDES: tuple[Override, ...] = (
         f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")
     ),
     Override(f"{_SCHEDULER}._free_request_blocks", ("self", "request")),
+    Override(f"{_SCHEDULER}.finish_requests", ("self", "request_ids", "finished_status")),
     Override(f"{_SCHEDULER}._update_request_as_session", ("self", "session", "update")),
     Override(f"{_RUNNER}.get_kv_cache_spec", ("self",)),
     Override(

@@ -1,4 +1,5 @@
-"""Refuses requests that eviction would make inexact, with HTTP 400 and the reason.
+"""Refuses requests that eviction would make inexact, or whose own options are not valid, with
+HTTP 400 and the reason.
 
 vLLM's official place to validate a request from outside is a logits processor's
 `validate_params`; this one never touches logits.
@@ -13,6 +14,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 
+from vtoken.errors import Rejected
+from vtoken.vllm.request_options import check_request
+
 
 class RequestGuard(LogitsProcessor):
     """Validates requests at admission; installed whenever a policy is."""
@@ -25,6 +29,10 @@ class RequestGuard(LogitsProcessor):
                 "are computed on a pruned context; leave prompt_logprobs out, or serve without "
                 "a policy"
             )
+        try:
+            check_request(sampling_params.extra_args)
+        except Rejected as refused:
+            raise VLLMValidationError(refused.reason) from None
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, device, is_pin_memory  # keeps no state

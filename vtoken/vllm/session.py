@@ -15,6 +15,7 @@ from vtoken.config import VTokenConfig
 from vtoken.errors import EngineFailed, Rejected
 from vtoken.options import reason_of
 from vtoken.vllm.engine_errors import refused_start, vtoken_error_in
+from vtoken.vllm.request_options import announce
 from vtoken.vllm.version import check_version
 
 
@@ -167,6 +168,7 @@ class Session:
         self.scheduler.vtoken_configure(config)
         self.llm.collective_rpc("vtoken_configure", args=(config.as_dict(),))
         self.llm.reset_prefix_cache()
+        announce(config)
         self.config = config
 
     def report(self) -> dict[str, Any]:
