@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -156,7 +157,7 @@ def _keep(report: FuzzReport, finding: Finding, trace: Path, show: Show) -> Iter
             yield "the spec accepts the trace itself; the fault lies in bytes or buffers"
         else:
             smaller = trace.with_name(trace.name + ".small")
-            write_trace(smaller, finding.header, small)
+            write_trace(smaller, replace(finding.header, partial=True), small)
             yield f"smallest trace that breaks the same law: {smaller} ({len(small)} records)"
             yield from explain(finding.header, small)
     if finding.made is not None:

@@ -5,6 +5,7 @@ A trace is what `vtoken run --trace FILE` and `vtoken serve --trace FILE` record
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, get_args
@@ -60,7 +61,7 @@ def shrink(
         small = shrink_records(
             header, records, on_progress=lambda left, _: progress.update(task, completed=left)
         )
-    write_trace(target, header, small)
+    write_trace(target, replace(header, partial=True), small)
     typer.echo(f"{len(records)} records, {len(small)} of them break the same law: {target}")
     for line in explain_records(header, small):
         typer.echo(line)

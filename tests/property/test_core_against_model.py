@@ -51,6 +51,8 @@ def walk(
         names["gathered rows"] += len(gathers)
     engine.verify()
     engine.executor.drain()
+    flying = {flight.number for flight in engine.reclaimer.flights}
+    assert engine.worker.watched_flights <= flying, "digests of plans that have ended"
     names.update(engine.reclaimer.counters.as_dict())
     assert engine.checker.shadow is not None
     names.update(engine.checker.shadow.kinds)

@@ -69,7 +69,7 @@ def keep(fault: Mutant, taken: dict[str, int]) -> str:
     if taken.setdefault(f"trace {law}", 0) >= 3:
         return "enough traces"
     taken[f"trace {law}"] += 1
-    header = type(found.header)(found.header.block_size, found.header.num_blocks, {})
+    header = Header(found.header.block_size, found.header.num_blocks, {}, partial=True)
     write_trace(HERE / f"{name}.ndjson", header, records)
     return f"trace of {len(records)} records, law {law}"
 

@@ -77,10 +77,45 @@ def test_a_fault_in_bytes_ends_with_a_script_that_shows_it_again(tmp_path: Path)
     )
 
 
+ENGINE = {
+    "mode": "eager", "block_size": 4, "num_blocks": 9, "transposed": False, "level": 3,
+    "background": None, "strategy": None, "device_seed": 0, "lag": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"vtoken_script": 9}', '{"vtoken_script": 1, "engine": 3}']
+    ("engine", "script"),
+    [
+        ({}, [["zap"]]),
+        ({}, [["evict", "a"]]),
+        ({}, [["add", "a", "x", 0]]),
+        ({}, [["step"]]),
+        ({}, [["evict", "a", [1, "2"]]]),
+        ({}, 3),
+        ({"mode": "zap"}, []),
+        ({"strategy": "zap"}, []),
+        ({"level": "3"}, []),
+        ({"num_blocks": 10**12}, []),
+        ({"background": {"threshold": 7}}, []),
+        ({"surplus": 1}, []),
+    ],
 )
-def test_what_is_not_a_script_is_told_in_one_line(tmp_path: Path, text: str) -> None:
+def test_what_is_not_a_script_is_told_in_one_line(
+    tmp_path: Path, engine: dict[str, object], script: object
+) -> None:
+    file = tmp_path / "s.json"
+    file.write_text(
+        json.dumps({"vtoken_script": 1, "engine": {**ENGINE, **engine}, "script": script})
+    )
+    with pytest.raises(Rejected) as caught:
+        read_script(file)
+    assert "\n" not in str(caught.value)
+    file.write_text(json.dumps({"vtoken_script": 1, "engine": ENGINE, "script": [["verify"]]}))
+    assert read_script(file)[1] == [["verify"]]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"vtoken_script": 9}', "[" * 200_000])
+def test_what_is_not_json_of_a_script_is_told_in_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "s.json"
     file.write_text(text)
     with pytest.raises(Rejected, match="script"):

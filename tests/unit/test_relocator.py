@@ -178,7 +178,7 @@ def test_a_plan_that_is_waited_for_and_not_committed_was_aborted() -> None:
     rig.relocator.apply(StepOrders(launches=[order(1, {1: 9})]))
     rig.journal.clear()
     rig.relocator.apply(StepOrders(waits=[1]))
-    assert rig.journal == [("wait", 0), ("dropped", 1)]
+    assert rig.journal == [("wait", 0), ("attend", None, [], []), ("dropped", 1)]
 
 
 def test_a_plan_may_be_launched_and_committed_in_one_step() -> None:
@@ -227,7 +227,7 @@ def test_of_an_aborted_plan_whose_copies_failed_nothing_is_copied() -> None:
     rig.relocator.apply(StepOrders(launches=[order(1, {1: 9})]))
     rig.journal.clear()
     rig.relocator.apply(StepOrders(waits=[1]))
-    assert rig.journal == [("wait", 0), ("dropped", 1)]
+    assert rig.journal == [("wait", 0), ("attend", None, [], []), ("dropped", 1)]
     assert torch.equal(rig.bytes(), rig.before)
     assert rig.relocator.failed_copies == 1
 

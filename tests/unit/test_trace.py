@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vtoken.errors import Rejected, TraceFormatError
 from vtoken.trace import Header, Record, read_trace, replay, shrink, write_trace
-from vtoken.trace.explain import explain
-from vtoken.trace.format import MAX_LINE_BYTES
-from vtoken.trace.replay import load
+from vtoken.trace.explain import explain, in_words
+from vtoken.trace.format import EVENTS, MAX_LINE_BYTES
+from vtoken.trace.replay import load, replay_records
 
-HEADER = Header(block_size=4, num_blocks=8)
+HEADER = Header(block_size=4, num_blocks=8, partial=True)
 GOOD = [
     Record("append", "a", slots=tuple(range(4, 14)), blocks=(1, 2, 3), cached=(1, 2)),
-    Record("append", "b", slots=(16, 17, 18), blocks=(4,), post={"live": 3, "blocks": 1}),
+    Record(
+        "append", "b", slots=(16, 17, 18), blocks=(4,), post={"live": 3, "physical": 3, "blocks": 1}
+    ),
     Record("evict", "a", tokens=(0, 1, 2, 3, 5)),
     Record("recycle", "b", slots=(17,)),  # wrong: slot 17 holds a live token of b
 ]
@@ -37,7 +40,7 @@ def accepted() -> list[Record]:
             uncached=(1, 2),
             post={"live": 5, "physical": 5, "blocks": 2},
         ),
-        Record("append", "a", slots=(5,), post={"live": 6, "physical": 6}),
+        Record("append", "a", slots=(5,), post={"live": 6, "physical": 6, "blocks": 2}),
         Record("finish", "b"),
     ]
 
@@ -76,7 +79,7 @@ def test_the_spec_accepts_a_right_trace_and_counts_its_kinds(tmp_path: Path) -> 
     [
         (1, {"slots": [[16, 2], [19, 1]]}, "I2"),
         (1, {"blocks": [3]}, "L5"),
-        (1, {"post": {"live": 4}}, "I2"),
+        (1, {"post": {"live": 4, "physical": 3, "blocks": 1}}, "I2"),
         (2, {"tokens": [[9, 1]]}, "I2"),
         (3, {"uncached": []}, "L8"),
         (3, {"sources": [[11, 2]]}, "I4"),
@@ -110,6 +113,13 @@ def test_a_wrong_choice_is_the_first_divergence(
         (2, '{"event": "append", "req": 3, "post": {}}', "'req'"),
         (2, '{"event": "append", "req": "a", "why": 1, "post": {}}', "unknown field 'why'"),
         (2, '{"event": "append", "req": "a"}', "'post'"),
+        (1, '{"vtoken_trace": 2, "block_size": 4096, "num_blocks": 4096}', "more than"),
+        (1, '{"vtoken_trace": 2, "block_size": 4, "num_blocks": 8, "partial": 1}', "'partial'"),
+        (2, '{"event": "append", "req": "a", "post": {"live": 1}}', "counts that belong"),
+        (2, '{"event": "finish", "req": "a", "post": {"live": 1}}', "counts that belong"),
+        (2, '{"event": "reserve", "req": "", "post": {"live": 1}}', "counts that belong"),
+        (2, '{"event": "evict", "req": "a", "slots": [[4, 1]], "post": {}}', "has no 'slots'"),
+        (2, '{"event": "evict", "req": "a", "adopted": 1, "post": {}}', "has no 'adopted'"),
         (3, "[1, 2]", "not a JSON object"),
         (3, "\x00\x01", "not JSON"),
         (3, "[" * 100_000, "not JSON"),
@@ -156,6 +166,57 @@ def test_a_hundred_megabytes_on_one_line_are_refused_in_bounded_memory(tmp_path:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * MAX_LINE_BYTES
+
+
+def test_a_whole_trace_has_counts_and_says_what_is_read(tmp_path: Path) -> None:
+    """Claim: leaving out what would be compared is not a way to be accepted, unless the header
+    says that records were left out."""
+    whole = replace(HEADER, partial=False)
+    record = Record(
+        "append", "a", slots=(4, 5), blocks=(1,), reads=(4, 5),
+        post={"live": 2, "physical": 2, "blocks": 1},
+    )  # fmt: skip
+    file = tmp_path / "t.ndjson"
+    write_trace(file, whole, [record, Record("finish", "a")])
+    assert replay(file).divergence is None
+    for less, complaint in (({"post": {}}, "counts"), ({"reads": ()}, "what is read")):
+        write_trace(file, whole, [replace(record, **less)])  # type: ignore[arg-type]
+        with pytest.raises(TraceFormatError, match=f"line 2: .*{complaint}"):
+            replay(file)
+        write_trace(file, HEADER, [replace(record, **less)])  # type: ignore[arg-type]
+        assert replay(file).divergence is None
+
+
+def test_counts_of_a_request_that_has_no_table_diverge() -> None:
+    counts = {"live": 1, "physical": 1, "blocks": 1}
+    found = replay_records(HEADER, [(2, Record("abort", "a", post=counts))]).divergence
+    assert found is not None
+    wrong = [Record("append", "a", slots=(4,), blocks=(1,)), Record("finish", "a", post=counts)]
+    found = replay_records(HEADER, enumerate(wrong, start=2)).divergence
+    assert found is not None
+    assert (found.line, found.law) == (3, "I2")
+
+
+def test_every_event_is_said_in_words_of_its_own() -> None:
+    said = {
+        event: in_words(Record(event, "a", slots=(4,), blocks=(1,), tokens=(0,)), 4)
+        for event in EVENTS
+    }
+    assert len(set(said.values())) == len(EVENTS)
+    assert "plans to move token 0" in said["prepare"]
+    assert "switches" in said["commit"]
+
+
+def test_a_commit_that_was_never_prepared_is_explained_by_its_request_s_plans() -> None:
+    events = [
+        Record("append", "a", slots=(4, 5), blocks=(1,)),
+        Record("append", "b", slots=(8,), blocks=(2,)),
+        Record("commit", "a"),
+    ]
+    chain = explain(HEADER, events)
+    assert chain[-2] == "3. request a switches to its plan in flight"
+    assert "law I4: the spec rejects this event: no plan of the request is in flight" in chain[-1]
+    assert not any("request b" in line for line in chain)
 
 
 def test_shrinking_keeps_the_law_and_drops_what_does_not_matter() -> None:

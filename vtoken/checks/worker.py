@@ -48,6 +48,11 @@ class WorkerChecker:
     def watches_moves(self) -> bool:
         return self.level >= 2
 
+    @property
+    def watched_flights(self) -> frozenset[int]:
+        """Plans of which it keeps digests."""
+        return frozenset(self._flying)
+
     def counts(self) -> dict[str, int]:
         """Evaluations per law since start: tokens for I1, rows for L6, writes for L7."""
         return self._counts.as_dict()

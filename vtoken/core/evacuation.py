@@ -23,6 +23,8 @@ from vtoken.core.flight import EvacuationPlan
 from vtoken.core.request_table import RequestTable
 
 _MOST_MOVES = 1 << 32  # one block more is worth any number of moves
+MOST_DRAWN = 32
+"""Headroom blocks that one plan draws at most; each is a round of the search."""
 
 
 def plan_evacuation(
@@ -54,7 +56,7 @@ def plan_evacuation(
     others, other_moves = _emptiest(live, (live[:end] > 0) & ~writable[:end] & copy_out)
     counts = np.arange(len(own_moves))
     best, chosen, draws = 0, own, 0
-    for drawn in range(len(spare) + 1):
+    for drawn in range(min(len(spare), MOST_DRAWN) + 1):
         # With each number of writable blocks go as many others as the rest of the room holds.
         limit = np.minimum(room + (drawn - counts) * size, max_moves - own_moves)
         beside = np.searchsorted(other_moves, limit, side="right") - 1

@@ -29,6 +29,8 @@ class RelocationWatch(Protocol):
     def dropped_flight(self, flight: int) -> None: ...
 
 
+_NO_SLOTS: IntArray = np.empty(0, dtype=np.int32)
+
 Run = Callable[..., None]
 """`run(action, kind=..., owner=..., reads=..., writes=...)` gives the compute stream an action."""
 
@@ -87,7 +89,7 @@ class Relocator:
                 self._look(self._watch.landed, change, change.targets, change.req_id)
             for number in orders.waits:
                 if number not in committed:
-                    self._watch.dropped_flight(number)
+                    self._look(self._watch.dropped_flight, number, _NO_SLOTS, None)
 
     def _launch(self, order: CopyOrder) -> None:
         if self._watch is not None:

@@ -44,14 +44,15 @@ class TranslationCache:
                 )
             self.updates += 1
             new = self._tensor(layout.new_slots[-count:])
-            # A recycled hole may stand in the list still, if its token died since it was told.
-            struck = torch.cat((self._tensor(layout.gone), new))
-            slots = torch.cat((known[~torch.isin(known, struck)], new))
+            # A recycled hole is among those that are gone, in this step or an earlier one.
+            if len(layout.gone):
+                known = known[~torch.isin(known, self._tensor(layout.gone))]
+            slots = torch.cat((known, new))
         self._slots[req_id] = slots
         return slots
 
     def forget(self, req_id: str) -> None:
-        """The request has no row any more, or no holes."""
+        """The request has no row any more."""
         self._slots.pop(req_id, None)
 
     def _tensor(self, slots: np.ndarray) -> torch.Tensor:

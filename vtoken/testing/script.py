@@ -217,21 +217,62 @@ def write_script(
 
 
 def read_script(file: Path) -> tuple[EngineSpec, list[Call]]:
-    """Raises Rejected for what is not a script."""
+    """Raises Rejected for what is not a script, with what is wrong in one line."""
     try:
+        if file.stat().st_size > MOST_BYTES:
+            raise Rejected(f"script {file} is larger than {MOST_BYTES} bytes")
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Rejected(f"cannot read script {file}: {error}") from error
+    if not isinstance(values, dict) or values.get("vtoken_script") != FORMAT:
+        raise Rejected(f"{file} is not a script of vtoken fuzz in format {FORMAT}")
     try:
-        if values["vtoken_script"] != FORMAT:
-            raise Rejected(f"{file} has script format {values['vtoken_script']}, not {FORMAT}")
-        made = dict(values["engine"])
-        if made["background"] is not None:
-            made["background"] = BackgroundParams(**made["background"])
+        made = _engine_of(dict(values["engine"]))
         script = [list(call) for call in values["script"]]
-        names = {"add", "evict", "grow", "finish", "preempt", "step", "verify"}
-        if not all(call and call[0] in names for call in script):
-            raise Rejected(f"{file} holds a call that is none of {', '.join(sorted(names))}")
-        return EngineSpec(**made), script
-    except (TypeError, KeyError, AttributeError) as error:
-        raise Rejected(f"{file} is not a script of vtoken fuzz ({error!r})") from error
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise Rejected(f"{file} does not say how its engine is made ({error!r})") from error
+    for number, call in enumerate(script, start=1):
+        if not _is_call(call):
+            raise Rejected(f"{file}: call {number} is not one of a script: {str(call)[:80]}")
+    return made, script
+
+
+MOST_BYTES = 16 << 20
+_NUMBERS = {"block_size": (1, 4096), "num_blocks": (2, 1 << 16), "level": (0, 3), "lag": (1, 1000)}
+
+
+def _engine_of(made: dict[str, Any]) -> EngineSpec:
+    """Raises TypeError, KeyError or ValueError for what no engine can be made of."""
+    ReclaimMode(made["mode"])
+    if made["strategy"] is not None and made["strategy"] not in STRATEGIES:
+        raise ValueError(f"strategy {made['strategy']!r}")
+    for name, (least, most) in _NUMBERS.items():
+        if type(made[name]) is not int or not least <= made[name] <= most:
+            raise ValueError(f"{name} {made[name]!r}")
+    if type(made["transposed"]) is not bool or type(made["device_seed"]) is not int:
+        raise ValueError("transposed or device_seed")
+    if made["background"] is not None:
+        made["background"] = BackgroundParams(**made["background"])
+        made["background"].check(block_size=made["block_size"])
+    return EngineSpec(**made)
+
+
+def _is_call(call: Call) -> bool:
+    def count(value: object, least: int = 0) -> bool:
+        return type(value) is int and least <= value <= 1 << 30
+
+    match call:
+        case ["add", str(), prompt_len, family]:
+            return count(prompt_len, 1) and count(family)
+        case ["evict", str(), list(tokens)]:
+            return all(count(token) for token in tokens)
+        case ["grow", str(), number]:
+            return count(number, 1)
+        case ["finish" | "preempt", str()]:
+            return True
+        case ["step", list(skip), cap]:
+            return all(isinstance(req_id, str) for req_id in skip) and count(cap, 1)
+        case ["verify"]:
+            return True
+        case _:
+            return False

@@ -20,19 +20,24 @@ def explain(header: Header, records: Sequence[Record]) -> list[str]:
         raise Rejected("the spec accepts this trace; there is nothing to explain")
     size = header.block_size
     culprit = records[divergence.line - 1]
-    slots = {*culprit.slots, *culprit.sources, *culprit.targets}
+    slots = {*culprit.slots, *culprit.reads, *culprit.sources, *culprit.targets}
     blocks = {*culprit.blocks, *(slot // size for slot in slots)}
     chain = []
     for number, record in enumerate(records[: divergence.line - 1], start=1):
         own = {*record.slots, *record.sources, *record.targets}
-        touched = slots & own if slots else own
+        touched = slots & own
+        mine = record.req == culprit.req
+        same = mine and (set(record.tokens) & set(culprit.tokens) or record.event in _LIVES)
         shared = blocks & {*record.blocks, *(slot // size for slot in own)}
-        same = record.req == culprit.req and set(record.tokens) & set(culprit.tokens)
+        # A culprit without slots (a commit, an ending) is explained by its request's plans.
         if touched or same or (shared and not slots):
             chain.append(f"{number}. {in_words(record, size, only=touched)}")
     chain.append(f"{divergence.line}. {in_words(culprit, size)}")
     chain.append(f"   law {divergence.law}: {divergence.message}")
     return chain
+
+
+_LIVES = ("prepare", "commit", "abort", "preempt", "finish")
 
 
 def in_words(record: Record, block_size: int, *, only: set[int] | None = None) -> str:
@@ -60,6 +65,17 @@ def in_words(record: Record, block_size: int, *, only: set[int] | None = None) -
         moved += f" to slot {places(record.targets)}"
         back = f" and gives back block {few(record.blocks)}" if record.blocks else ""
         return f"{who} {moved if record.tokens else 'cuts its end'}{back}"
-    if record.event == "release":
-        return f"{who} gives back block {few(record.blocks)}"
-    return f"{who} ends"
+    if record.event == "prepare":
+        moved = f"token {few(record.tokens)} from slot {places(record.sources)}"
+        moved += f" to slot {places(record.targets)}"
+        return f"{who} plans to move {moved} and to give back block {few(record.blocks)}"
+    ours = {
+        "release": f"{who} gives back block {few(record.blocks)}",
+        "commit": f"{who} switches to its plan in flight",
+        "abort": f"the plan of {who} is aborted",
+        "preempt": f"{who} is preempted",
+        "finish": f"{who} ends",
+        "reserve": f"block {few(record.blocks)} is set aside as headroom",
+        "unreserve": f"headroom block {few(record.blocks)} is free again",
+    }
+    return ours[record.event]

@@ -24,7 +24,8 @@ from vtoken.errors import TraceFormatError
 
 SCHEMA = 2
 MAX_LINE_BYTES = 4 << 20
-MAX_BLOCKS = 1 << 24
+MAX_SLOTS = 1 << 23
+"""Of a pool: as many tokens as 70 GB of K and V hold on a small model, and 70 MB of the model's."""
 
 EVENTS = (
     *("append", "recycle", "evict", "move", "release", "finish", "preempt"),
@@ -44,11 +45,14 @@ class Header:
         block_size: tokens per block.
         num_blocks: blocks of the pool, the null block included.
         about: versions and options of the run, for people.
+        partial: whether records were left out, so that counts after them mean nothing; else each
+            record that leaves a table has them, and each that writes says what is read.
     """
 
     block_size: int
     num_blocks: int
     about: dict[str, Any] = field(default_factory=dict)
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,26 @@ class Record:
     post: dict[str, int] = field(default_factory=dict)
 
 
+COUNTS = {"live", "physical", "blocks"}
+
+_CACHE = ("cached", "uncached")
+_WRITTEN = ("slots", "blocks", "reads", *_CACHE)
+_MOVED = ("tokens", "sources", "targets", "blocks")
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "append": _WRITTEN,
+    "recycle": _WRITTEN,
+    "evict": ("tokens", *_CACHE),
+    "move": (*_MOVED, "order", *_CACHE),
+    "prepare": (*_MOVED, *_CACHE),
+    "release": ("blocks", *_CACHE),
+    "commit": _CACHE,
+    "finish": _CACHE,
+    "preempt": _CACHE,
+    "abort": (),
+    "reserve": ("blocks",),
+    "unreserve": ("blocks",),
+}
+"""The lists that each event may have."""
 _RUNS = ("slots", "reads", "tokens", "sources", "targets")
 _LISTS = ("blocks", "order", "cached", "uncached")
 
@@ -122,6 +146,7 @@ def header_line(header: Header) -> str:
         "block_size": header.block_size,
         "num_blocks": header.num_blocks,
         "about": header.about,
+        **({"partial": True} if header.partial else {}),
     }
     return json.dumps(values, separators=(",", ":"))
 
@@ -196,12 +221,17 @@ def _header(file: Path, value: dict[str, Any]) -> Header:
         )
     sizes = [value.get("block_size"), value.get("num_blocks")]
     for size in sizes:
-        if type(size) is not int or not 1 <= size <= MAX_BLOCKS:
-            raise _wrong(file, 1, f"block_size and num_blocks must be 1 to {MAX_BLOCKS}")
+        if type(size) is not int or not 1 <= size <= MAX_SLOTS:
+            raise _wrong(file, 1, f"block_size and num_blocks must be 1 to {MAX_SLOTS}")
+    if sizes[0] * sizes[1] > MAX_SLOTS:  # type: ignore[operator]
+        raise _wrong(file, 1, f"a pool of more than {MAX_SLOTS} slots")
+    partial = value.get("partial", False)
+    if type(partial) is not bool:
+        raise _wrong(file, 1, "'partial' is not true or false")
     about = value.get("about", {})
     if not isinstance(about, dict):
         raise _wrong(file, 1, "'about' is not an object")
-    return Header(sizes[0], sizes[1], about)  # type: ignore[arg-type]
+    return Header(sizes[0], sizes[1], about, partial)  # type: ignore[arg-type]
 
 
 def _records(
@@ -244,11 +274,21 @@ def _record(file: Path, number: int, header: Header, value: dict[str, Any]) -> R
     for name in ("slots", "targets", "blocks", "order"):  # reads are L6's to judge
         if len(set(fields[name])) != len(fields[name]):
             raise _wrong(file, number, f"a number stands twice in {name!r}")
+    for name in (*_RUNS, *_LISTS):
+        if fields[name] and name not in _FIELDS[event]:
+            raise _wrong(file, number, f"{event!r} has no {name!r}")
     adopted, post = value.get("adopted", 0), value.get("post")
     if type(adopted) is not int or adopted < 0:
         raise _wrong(file, number, "'adopted' is not a count")
+    if adopted and event != "append":
+        raise _wrong(file, number, f"{event!r} has no 'adopted'")
     if not isinstance(post, dict) or not all(type(v) is int for v in post.values()):
         raise _wrong(file, number, "'post' is not an object of counts")
+    leaves_none = event in (*ENDINGS, *OF_THE_POOL, "abort")
+    if post if leaves_none else post.keys() != COUNTS and not (header.partial and not post):
+        raise _wrong(file, number, "'post' does not have the counts that belong to the event")
+    if "reads" in _FIELDS[event] and not fields["reads"] and not header.partial:
+        raise _wrong(file, number, f"{event!r} does not say what is read")
     return Record(event=event, req=req, adopted=adopted, post=post, **fields)
 
 

@@ -79,7 +79,7 @@ class Replayer:
             if (record.sources or record.targets)
             else ()
         )
-        if record.event not in ("evict", "abort", *OF_THE_POOL):
+        if record.event not in ("abort", *OF_THE_POOL):
             follower.cache_changed(record.cached, record.uncached)
         match record.event:
             case "append" | "recycle":
@@ -123,7 +123,13 @@ class Replayer:
     def _compare(self, record: Record) -> None:
         if not record.post:
             return
-        table = self._follower.state.requests[record.req]
+        table = self._follower.state.requests.get(record.req)
+        if table is None:
+            raise InvariantViolation(
+                law="I2",
+                message="the trace counts tokens of a request that has no table",
+                req_id=record.req,
+            )
         counted = {
             "live": sum(table.live),
             "physical": table.physical_len,
