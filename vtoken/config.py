@@ -29,6 +29,8 @@ _COUNTS = (
     *("headroom", "commit_delay"),
     *OPTIONAL_COUNTS,
 )
+SCORE_MODES = ("exact", "sampled")
+SCORE_COUNTS = ("score_layers", "score_every", "score_window")
 BACKGROUND_OPTIONS = (
     *("threshold", "headroom", "commit_delay", "force_sync", "shared_prefix"),
     *OPTIONAL_COUNTS,
@@ -73,6 +75,12 @@ class VTokenConfig:
         force_sync: background: copy in step order instead of beside the steps (for comparison).
         shared_prefix: background: "keep" leaves tokens in shared or cached blocks where they are;
             "copy-out" copies a request's few live ones out of them when a block is gained.
+        score_mode: how attention weights are taken for policies that ask for them: "exact", of all
+            layers in every step, or "sampled".
+        score_layers: sampled: the last of every so many layers is looked at.
+        score_every: sampled: a decode step is looked at when the request's length is a multiple
+            of this; prompts always are.
+        score_window: how many of a prompt chunk's last queries are observed.
         checks: 0 off; 1 counters and touched entries; 2 also payload digests of moved tokens
             and periodic full scans; 3 everything every step, with the spec in lock step.
     """
@@ -100,6 +108,10 @@ class VTokenConfig:
     commit_delay: int = 2
     force_sync: bool = False
     shared_prefix: str = "keep"
+    score_mode: str = "exact"
+    score_layers: int = 5
+    score_every: int = 8
+    score_window: int = 32
     checks: int = 1
     trace: str | None = None
 
@@ -109,6 +121,7 @@ class VTokenConfig:
             modes = ", ".join(mode.value for mode in ReclaimMode)
             raise Rejected(f"unknown reclaim mode {self.reclaim!r}; choose one of: {modes}")
         _check_background(self)
+        _check_scores(self)
         if self.checks not in CHECK_LEVELS:
             raise Rejected(f"checks must be 0, 1, 2 or 3, not {self.checks}")
         _check_eviction(self)
@@ -313,6 +326,20 @@ def _check_eviction(config: VTokenConfig) -> None:
     _ = config.params  # rejects what is out of range
 
 
+def _check_scores(config: VTokenConfig) -> None:
+    if config.score_mode not in SCORE_MODES:
+        raise Rejected(
+            f"unknown score_mode {config.score_mode!r}; choose one of: {', '.join(SCORE_MODES)}"
+        )
+    for name in SCORE_COUNTS:
+        if getattr(config, name) < 1:
+            raise Rejected(f"{name} must be positive, not {getattr(config, name)}")
+    defaults = {field.name: field.default for field in fields(VTokenConfig)}
+    for name in ("score_layers", "score_every"):
+        if config.score_mode != "sampled" and getattr(config, name) != defaults[name]:
+            raise Rejected(f"{name} is an option of --score-mode sampled, not {config.score_mode}")
+
+
 def _check_background(config: VTokenConfig) -> None:
     if not 0 < config.threshold <= 1:
         raise Rejected(f"threshold must be in (0, 1], not {config.threshold}")
@@ -338,7 +365,7 @@ def _check_background(config: VTokenConfig) -> None:
 
 def _check_types(config: VTokenConfig) -> None:
     """Reject values of a wrong type with the option's name (JSON and YAML let anything in)."""
-    for name in _COUNTS:
+    for name in (*_COUNTS, *SCORE_COUNTS):
         value = getattr(config, name)
         if value is None and name in OPTIONAL_COUNTS:
             continue
@@ -359,6 +386,7 @@ def _check_types(config: VTokenConfig) -> None:
         "shared_prefix",
         "on_policy_error",
         "request_policies",
+        "score_mode",
     ):
         if not isinstance(getattr(config, name), str):
             raise Rejected(f"{name} must be a name, not {getattr(config, name)!r}")

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vtoken.policies import StepScores
+
 
 @dataclass
 class Life:
@@ -26,6 +28,7 @@ class Life:
     evictions: list[tuple[int, np.ndarray]] = field(default_factory=list)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     blocks: list[tuple[int, int]] = field(default_factory=list)
+    scores: list[StepScores] = field(default_factory=list)
 
     def evicted_at(self, length: int) -> np.ndarray:
         """For each id, the logical length at which it was evicted; a huge number if never."""
@@ -36,7 +39,8 @@ class Life:
 
 
 class Recorder:
-    """Watches an in-process engine: every logits row, every eviction, every step's blocks."""
+    """Watches an in-process engine: every logits row, every eviction, every step's blocks, and the
+    attention weights that policies are shown."""
 
     def __init__(self, llm: Any) -> None:
         core = llm.llm_engine.engine_core.engine_core
@@ -89,13 +93,24 @@ class Recorder:
             self.life(req_id).blocks.append((table.num_live, table.num_blocks))
             return layout
 
+        host = getattr(self.scheduler, "vtoken_policies", None)
+        shown = getattr(host, "observe", None)
+
+        def observe(req_id: str, scores: StepScores) -> None:
+            self.life(req_id).scores.append(scores)
+            shown(req_id, scores)
+
         model.compute_logits = compute_logits
+        if host is not None:
+            host.observe = observe
         if reclaimer is not None:
             reclaimer.evict, reclaimer.drop, reclaimer.schedule = evict, drop, schedule
         try:
             yield self
         finally:
             del model.compute_logits
+            if host is not None:
+                del host.observe
             if reclaimer is not None:
                 del reclaimer.evict, reclaimer.drop, reclaimer.schedule
 
@@ -112,6 +127,17 @@ class Reference:
 
     def logits(self, token_ids: Sequence[int], evicted_at: np.ndarray | None) -> torch.Tensor:
         """`[tokens, vocab]`; `evicted_at` None: nothing is masked (the control)."""
+        found: torch.Tensor = self._forward(token_ids, evicted_at).logits[0]
+        return found
+
+    def attentions(self, token_ids: Sequence[int], evicted_at: np.ndarray | None) -> torch.Tensor:
+        """Softmax weights, `[layers, heads, queries, keys]`."""
+        found = self._forward(token_ids, evicted_at, output_attentions=True).attentions
+        return torch.stack([layer[0] for layer in found])
+
+    def _forward(
+        self, token_ids: Sequence[int], evicted_at: np.ndarray | None, **more: bool
+    ) -> Any:
         length = len(token_ids)
         query, key = np.arange(length)[:, None], np.arange(length)[None, :]
         sees = key <= query
@@ -120,13 +146,13 @@ class Reference:
         mask = torch.zeros((1, 1, length, length), dtype=self.model.dtype)
         mask[0, 0][torch.from_numpy(~sees)] = torch.finfo(torch.float32).min
         with torch.no_grad():
-            found: torch.Tensor = self.model(
+            return self.model(
                 input_ids=torch.tensor([list(token_ids)]),
                 attention_mask=mask,
                 position_ids=torch.arange(length)[None],
                 use_cache=False,
-            ).logits[0]
-        return found
+                **more,
+            )
 
 
 @dataclass
@@ -180,4 +206,69 @@ def compare(reference: Reference, life: Life, token_ids: Sequence[int]) -> Compa
         top = torch.topk(expected[position], 2)
         result.min_margin = min(result.min_margin, float(top.values[0] - top.values[1]))
         result.wrong_tokens += int(row.argmax() != top.indices[0])
+    return result
+
+
+@dataclass
+class ScoreComparison:
+    """Totals over all observed steps. `max_error` is the largest difference of one token's weight,
+    averaged over the step's observed queries, all heads and all layers; `max_head_error` that of a
+    single head's, averaged over the queries."""
+
+    steps: int = 0
+    prompts: int = 0
+    after_eviction: int = 0
+    max_error: float = 0.0
+    max_head_error: float = 0.0
+    missed: int = 0
+
+    def add(self, other: ScoreComparison) -> None:
+        self.steps += other.steps
+        self.prompts += other.prompts
+        self.after_eviction += other.after_eviction
+        self.max_error = max(self.max_error, other.max_error)
+        self.max_head_error = max(self.max_head_error, other.max_head_error)
+        self.missed += other.missed
+
+
+def compare_scores(
+    reference: Reference,
+    life: Life,
+    token_ids: Sequence[int],
+    *,
+    layers: Sequence[int] | None = None,
+) -> ScoreComparison:
+    """One life's attention weights against the reference's.
+
+    Args:
+        layers: the tapped ones; all by default.
+
+    `missed` counts steps with a logits row that no weights came for.
+    """
+    result = ScoreComparison()
+    if not life.scores:
+        return result
+    newest = [int(scores.token_ids.max()) for scores in life.scores]
+    length = max(newest) + 1
+    weights = reference.attentions(token_ids[:length], life.evicted_at(length))
+    if layers is not None:
+        weights = weights[list(layers)]
+    first = life.evictions[0][0] if life.evictions else length
+    for last, scores in zip(newest, life.scores, strict=True):
+        by_head = weights[:, :, last + 1 - scores.queries : last + 1, : last + 1].sum(2)
+        by_head = by_head.flatten(0, 1)
+        assert scores.heads == len(by_head)
+        found = torch.zeros(by_head.shape[1])
+        found[torch.from_numpy(scores.token_ids.astype(np.int64))] = torch.from_numpy(scores.values)
+        error = float((found - by_head.sum(0)).abs().max()) / (scores.heads * scores.queries)
+        result.max_error = max(result.max_error, error)
+        if scores.per_head is not None:
+            own = torch.from_numpy(scores.per_head)
+            ids = torch.from_numpy(scores.token_ids.astype(np.int64))
+            difference = float((own - by_head[:, ids]).abs().max())
+            result.max_head_error = max(result.max_head_error, difference / scores.queries)
+        result.steps += 1
+        result.prompts += scores.prompt
+        result.after_eviction += last >= first
+    result.missed = len([p for p in life.rows if p < length and p not in newest])
     return result

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from vtoken.core.arrays import IntArray
+from vtoken.kv.host_copy import compiled_copy
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
@@ -169,10 +170,10 @@ def fast_row(
 @cache
 def compiled_row() -> Callable[..., None] | None:
     """The compiled pass; None without Numba. Compiling takes some seconds, once per process."""
-    try:
-        from numba import njit
-    except ImportError:  # pragma: no cover
+    if compiled_copy() is None:  # it also settles what Numba and vLLM need to live side by side
         return None
+    from numba import njit
+
     exponentials = njit(nogil=True, fastmath={"contract", "nnan", "ninf", "nsz"})(_exponentials)
     dots = njit(nogil=True, fastmath=True)(_dots)
     largest = njit(nogil=True, fastmath=True)(_largest)

@@ -17,10 +17,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedConfiguration
+from vtoken.policies import ScoreNeed
 from vtoken.vllm.engine_errors import refusal
 from vtoken.vllm.overrides import changed_overrides
 from vtoken.vllm.settings import settings_of
 from vtoken.vllm.version import SUPPORTED_VLLM, check_version
+from vtoken.vllm.views import NO_TAP
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,20 @@ def _view_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
         )
 
 
+def _score_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
+    """Policies that ask for attention weights need the score tap, in one process per rank."""
+    policy = settings.policy_class
+    if policy is None or policy.needs is ScoreNeed.NONE:
+        return
+    if not _on_cpu():
+        yield f"policy {settings.policy} asks for attention weights: {NO_TAP}"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        yield (
+            f"policy {settings.policy} asks for attention weights, which pipeline stages would "
+            "each have a part of; set --pipeline-parallel-size to 1"
+        )
+
+
 def check_config(config: VllmConfig) -> None:
     """Refuse a vLLM configuration that cannot be served exactly.
 
@@ -202,6 +218,7 @@ def check_config(config: VllmConfig) -> None:
     settings = settings_of(config)
     found = [f"{r.reason}; {r.way_out}" for r in REFUSALS if r.applies(config)]
     found += _view_refusals(config, settings)
+    found += _score_refusals(config, settings)
     if found:
         raise refuse("vToken cannot serve this: " + "; also: ".join(found))
 

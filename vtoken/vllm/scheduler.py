@@ -25,13 +25,14 @@ from vtoken.config import VTokenConfig
 from vtoken.core.observer import Observer, Observers
 from vtoken.core.reclaimer import Reclaimer
 from vtoken.errors import PolicyError, Rejected
-from vtoken.policies import Policy
+from vtoken.policies import Policy, ScoreNeed
 from vtoken.trace import Recorder
 from vtoken.vllm.guards import check_engine, check_pool
 from vtoken.vllm.kv_manager import VTokenManager
-from vtoken.vllm.metadata import Sequence, StepMetadata, attach, failed_flights
+from vtoken.vllm.metadata import Sequence, StepMetadata, attach, news_of
 from vtoken.vllm.policy_host import PolicyHost
 from vtoken.vllm.pool import EngineView
+from vtoken.vllm.score_ledger import ScoreLedger
 from vtoken.vllm.settings import settings_of
 
 logger = init_logger("vllm.vtoken.scheduler")
@@ -68,6 +69,7 @@ class VTokenSchedulerMixin:
         page = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         self._token_bytes: int = page // manager.block_size
         self._stopped: list[tuple[Request, PolicyError]] = []
+        self.vtoken_scores = ScoreLedger()
         self.vtoken_configure(settings)
 
     def vtoken_configure(self, settings: VTokenConfig) -> None:
@@ -81,6 +83,7 @@ class VTokenSchedulerMixin:
         manager = self.vtoken_manager
         self.vtoken_config = settings
         self._vtoken_sequence = Sequence()
+        self.vtoken_scores.configure(settings)
         self.vtoken_checker = OnlineChecker(level=settings.checks)
         self.vtoken = Reclaimer(
             block_size=manager.block_size,
@@ -133,9 +136,13 @@ class VTokenSchedulerMixin:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
-        for number in failed_flights(model_runner_output):
+        news = news_of(model_runner_output)
+        for number in news.failed:
             logger.warning("a copy of plan %d failed; the plan is aborted", number)
             self.vtoken.abort_flight(number)
+        for step in news.scores:
+            for req_id, scores in self.vtoken_scores.arrived(step, self.vtoken.tables):
+                self.vtoken_policies.observe(req_id, scores)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._tell_stopped(outputs)
         return outputs
@@ -231,6 +238,14 @@ class VTokenSchedulerMixin:
                 step.layouts[req_id] = layout
             if checker.watches_reads(req_id):
                 step.expected[req_id] = reclaimer.tables[req_id].snapshot()
+            need = self.vtoken_policies.needs(req_id)
+            if need is not ScoreNeed.NONE:
+                request = self.requests[req_id]
+                # A context that is computed anew counts as a prompt, like its first time.
+                prompt = count > 1 or total <= request.num_prompt_tokens
+                table = reclaimer.tables[req_id]
+                self.vtoken_scores.row(table, need, count=count, prompt=prompt)
+        step.taps = self.vtoken_scores.end_step()
         reclaimer.end_step(pressure=manager.starved)
         checker.end_step()
         if not step.empty:
@@ -253,6 +268,7 @@ class VTokenSchedulerMixin:
             "checks": self.vtoken_checker.counts(),
             "pool": {"total": pool.num_gpu_blocks - 1, "free": pool.get_num_free_blocks()},
             "tables": len(self.vtoken.tables),
+            "late_scores": self.vtoken_scores.dropped,
         }
 
 

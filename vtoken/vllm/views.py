@@ -26,7 +26,7 @@ class View(StrEnum):
     PAGE_1 = "page-1"
 
 
-_NO_TAP = (
+NO_TAP = (
     "the score tap exists for vLLM's CPU kernels only; choose a policy that needs no attention "
     "weights, such as streaming-llm"
 )
@@ -45,7 +45,7 @@ class Capability:
 
     with_holes: View | None
     why_not: Mapping[View, str]
-    why_no_scores: str = _NO_TAP
+    why_no_scores: str = NO_TAP
 
 
 def _off(gather: str, page_1: str) -> Mapping[View, str]:
