@@ -96,7 +96,7 @@ def test_counters_say_what_happened(pool: FakePool) -> None:
     reclaimer.evict("a", ids(1))
     reclaimer.prepare("a", pending=1)
     reclaimer.schedule("a", [], 12)
-    reclaimer.take_orders().changes
+    reclaimer.take_orders()
     reclaimer.end_step()
     reclaimer.evict("a", ids(4, 5, 6))
     reclaimer.prepare("a", pending=1)
