@@ -337,7 +337,7 @@ def _check_scores(config: VTokenConfig) -> None:
     defaults = {field.name: field.default for field in fields(VTokenConfig)}
     for name in ("score_layers", "score_every"):
         if config.score_mode != "sampled" and getattr(config, name) != defaults[name]:
-            raise Rejected(f"{name} is an option of --score-mode sampled, not {config.score_mode}")
+            raise Rejected(f"{name} is an option of score_mode sampled, not {config.score_mode}")
 
 
 def _check_background(config: VTokenConfig) -> None:

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.engine
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "tensor_parallel.py"
 
 
-def run(ranks: int, mode: str) -> dict[str, Any]:
+def run(ranks: int, mode: str, *policy: str) -> dict[str, Any]:
     found = subprocess.run(
-        [sys.executable, str(PROGRAM), str(ranks), mode],
+        [sys.executable, str(PROGRAM), str(ranks), mode, *policy],
         capture_output=True,
         text=True,
         timeout=300,
@@ -49,3 +49,17 @@ def test_two_ranks_give_the_tokens_of_one(tiny: Engine, mode: str) -> None:
     assert first["moved_tokens"] == tiny.scheduler.vtoken.counters.copied > 0
     assert first["checks"]["I1"] > 1000
     assert found["astray"], "the control: the second rank's layout differed"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
+def test_attention_weights_are_summed_over_ranks(tiny: Engine) -> None:
+    """H2O on two ranks evicts what it evicts on one, so its tokens are the same. At level 3, each
+    rank also finds that the sums are one per observed query and head of both ranks."""
+    found = run(2, "eager", "h2o")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 259, n).tolist() for n in (150, 70, 200)]
+    tiny.configure(policy="h2o", budget=40, reclaim="eager", checks=3)
+    assert found["outputs"] == tiny.serve(prompts, 40).outputs
+    first, second = found["reports"]
+    assert first == second
+    assert first["moved_tokens"] == tiny.scheduler.vtoken.counters.copied > 0

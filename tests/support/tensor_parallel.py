@@ -10,7 +10,7 @@ import os
 import sys
 
 
-def main(ranks: int, mode: str) -> None:
+def main(ranks: int, mode: str, policy: str = "random") -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the control's function
@@ -31,7 +31,7 @@ def main(ranks: int, mode: str) -> None:
         max_num_batched_tokens=96,
         max_num_seqs=16,
         tensor_parallel_size=ranks,
-        **engine_kwargs(policy="random", budget=40, reclaim=mode, checks=3),
+        **engine_kwargs(policy=policy, budget=40, reclaim=mode, checks=3),
     )
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(3, 259, n).tolist()} for n in (150, 70, 200)]
@@ -58,4 +58,4 @@ def _go_astray(worker: object) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -131,7 +131,7 @@ def test_sampled_layers_are_the_last_of_every_few(names: str, stride: int, tappe
     ("values", "reason"),
     [
         ({"score_mode": "guessed"}, "choose one of: exact, sampled"),
-        ({"score_every": 4}, "option of --score-mode sampled"),
+        ({"score_every": 4}, "option of score_mode sampled"),
         ({"score_mode": "sampled", "score_layers": 0}, "score_layers must be positive"),
         ({"score_window": 1.5}, "score_window must be a whole number"),
     ],
