@@ -185,7 +185,8 @@ VIEWS: tuple[Mutant, ...] = (
     mutant("restructured row is told as news", f"{_RECLAIMER}._commit",
            "self.views.forget(table.req_id)", "pass", "L6 bytes crash", modes=_HOLES),
     mutant("slots of the dead stay in the view", "vtoken.kv.translation:TranslationCache.take",
-           "known = known[~torch.isin(known, self._tensor(layout.gone))]", "pass", "L6 bytes", modes=_HOLES),
+           "known = known[~torch.isin(known, self._tensor(layout.gone))]", "pass", "L6 bytes",
+           modes=_HOLES),
 )  # fmt: skip
 
 FLIGHT: tuple[Mutant, ...] = tuple(
