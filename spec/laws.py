@@ -336,13 +336,14 @@ def l11_fence(view: StateView) -> Iterator[Breach]:
     """State law: a block that a copy may still touch is handed to nobody: it is not free or
     headroom, and nobody but the request of the plan owns the blocks that are written."""
     size = view.pool.block_size
-    loose = {*ints(view.pool.free), *ints(view.pool.headroom)}
+    loose = dict.fromkeys(ints(view.pool.headroom), "headroom")
+    loose |= dict.fromkeys(ints(view.pool.free), "free")
     for flight in view.flights:
         if flight.waited:
             continue
         for block in sorted({s // size for m in flight.plan.moves for s in (m.src, m.dst)}):
             if block in loose:
-                what = f"block {block} is free while a copy may still touch it"
+                what = f"block {block} is {loose[block]} while a copy may still touch it"
                 yield breach("L11", what, req_id=flight.req_id)
         for block in sorted({move.dst // size for move in flight.plan.moves}):
             for req_id, request in view.requests.items():

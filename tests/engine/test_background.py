@@ -3,6 +3,7 @@ memory comes back within the steps that are promised."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -27,6 +28,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "small shares": {"threshold": 0.05, "moves_per_plan": BLOCK, "copy_budget": 80_000},
     "copy-out": {"threshold": 0.05, "headroom": 2, "shared_prefix": "copy-out"},
 }
+
+
+def test_headroom_is_given_back_before_a_request_would_be_preempted_for_it(tiny: Engine) -> None:
+    """A request alone grows beyond what the headroom leaves free: it gets the blocks that are set
+    aside, and is not preempted to make room for itself."""
+    rng = np.random.default_rng(8)
+    tiny.configure(policy="random", budget=170, reclaim="background", headroom=20, checks=3)
+    served = tiny.serve([rng.integers(3, 259, 90).tolist()], 100)
+    assert served.report["tokens"]["recomputed_requests"] == 0
+    assert served.report["blocks_peak"]["vtoken"] > 23 - 20
+    assert tiny.compare(served).max_error <= ABSOLUTE
+    assert tiny.free == served.free_before
 
 
 class Counted:
@@ -79,12 +92,22 @@ def bursting(engine: Engine, *, budget: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["delay 1", "delay 4", "delay 8", "force-sync", "small shares"])
-def test_bursts_are_exact_while_their_plans_are_in_flight(tiny: Engine, way: str) -> None:
+def test_bursts_are_exact_while_their_plans_are_in_flight(
+    tiny: Engine, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every request loses three quarters of its tokens again and again; most steps then have a
-    plan in flight, and attention reads around the holes."""
+    plan in flight, and attention reads around the holes. Copies run in the copy stream's thread,
+    and in the engine's own with force-sync; no step's news is lost on the way to the worker."""
     rng, counted = np.random.default_rng(5), Counted()
     prompts = [rng.integers(3, 259, n).tolist() for n in (150, 90, 170, 120)]
     bursting(tiny, budget=60, **WAYS[way])
+    threads, move = set[str](), Mover.move
+
+    def noting(self: Mover, *slots: Any) -> None:
+        threads.add(threading.current_thread().name)
+        move(self, *slots)
+
+    monkeypatch.setattr(Mover, "move", noting)
     with counted.watching(tiny):
         served = tiny.serve(prompts, 150)
     comparison = tiny.compare(served)
@@ -96,6 +119,9 @@ def test_bursts_are_exact_while_their_plans_are_in_flight(tiny: Engine, way: str
     assert tokens["moved"] > 50
     if way in ("delay 4", "delay 8"):
         assert counted.flying >= 20
+    main = threading.current_thread().name
+    assert threads == ({main} if way == "force-sync" else {"vtoken-copies"})
+    assert tiny.runner._vtoken_sequence.number == tiny.scheduler._vtoken_sequence.number > 100
     assert tiny.free == served.free_before
 
 

@@ -39,8 +39,8 @@ def main(ranks: int, mode: str, policy: str = "random") -> None:
     results = llm.generate(prompts, params, use_tqdm=False)
     reports = llm.collective_rpc("vtoken_report")
     outputs = [list(result.outputs[0].token_ids) for result in results]
+    llm.collective_rpc(_go_astray)
     try:
-        llm.collective_rpc(_go_astray)
         llm.generate(prompts, params, use_tqdm=False)
         astray = ""
     except Exception as error:

@@ -17,7 +17,7 @@ import torch
 import vtoken.core.reclaimer as reclaimer_module
 from vtoken.checks.judge import screened
 from vtoken.checks.online import SCAN_PERIOD, OnlineChecker
-from vtoken.core import LayoutChange, RequestTable
+from vtoken.core import BackgroundParams, LayoutChange, RequestTable
 from vtoken.errors import InvariantViolation
 from vtoken.testing.harness import FakeEngine
 
@@ -487,6 +487,38 @@ def test_a_preempted_request_may_come_back_with_other_payloads() -> None:
     engine.waiting.reverse()  # "b" computes the prompt that "a" then adopts
     engine.step()
     engine.verify()
+
+
+@pytest.mark.parametrize(
+    ("place", "law", "words"),
+    [
+        ("headroom", "L5", "headroom blocks differ"),
+        ("held", "L11", "is headroom while a copy may still touch it"),
+    ],
+)
+def test_headroom_and_held_blocks_are_told_apart(place: str, law: str, words: str) -> None:
+    """Claim: a pool that counts headroom among the held blocks breaks no law of one state, and the
+    model in lock step tells; one that counts a held block as headroom would let it be drawn while
+    a copy goes there."""
+    params = BackgroundParams(headroom=1, threshold=0.01, commit_delay=8, copy_out=True)
+    engine = FakeEngine(mode="background", block_size=4, num_blocks=24, background=params)
+    engine.add("a", prompt_len=17, family=1)
+    engine.step()
+    engine.add("b", prompt_len=18, family=1)
+    engine.step()
+    engine.step()
+    assert len(engine.pool.headroom) == 1
+    beside = engine.reclaimer.background
+    assert beside is not None
+    if place == "held":  # a plan that draws it: few tokens stay in blocks that b shares
+        engine.evict("a", [*range(1, 4), *range(5, 8), *range(9, 12)])
+        engine.step()
+        assert len(beside.held) == 1
+    wrong = list(engine.pool.headroom) if place == "headroom" else []
+    engine.pool.held_by = lambda: wrong
+    with pytest.raises(InvariantViolation, match=words) as caught:
+        engine.step()
+    assert caught.value.law == law
 
 
 def test_two_forms_that_differ_are_a_fault_of_the_checks() -> None:

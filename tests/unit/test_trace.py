@@ -187,6 +187,21 @@ def test_a_whole_trace_has_counts_and_says_what_is_read(tmp_path: Path) -> None:
         assert replay(file).divergence is None
 
 
+def test_what_entered_the_prefix_cache_is_taken_from_any_event() -> None:
+    """Claim: a recorder tells of a change of the cache once, with the next event whatever it is;
+    a replay that overlooked it with an eviction would refuse the hit that follows."""
+    events = [
+        Record("append", "a", slots=(4, 5, 6, 7, 8), blocks=(1, 2)),
+        Record("evict", "a", tokens=(0,), cached=(1,)),
+        Record("append", "b", slots=(4, 5, 6, 7, 12), blocks=(1, 3), adopted=4),
+    ]
+    assert replay_records(HEADER, enumerate(events, start=2)).divergence is None
+    late = [events[0], replace(events[1], cached=()), events[2]]
+    found = replay_records(HEADER, enumerate(late, start=2)).divergence
+    assert found is not None
+    assert found.line == 4
+
+
 def test_counts_of_a_request_that_has_no_table_diverge() -> None:
     counts = {"live": 1, "physical": 1, "blocks": 1}
     found = replay_records(HEADER, [(2, Record("abort", "a", post=counts))]).divergence

@@ -304,13 +304,6 @@ class Reclaimer:
         if recycle and table.num_holes:
             self._recycle_any_hole(table)
 
-    def land_due(self, req_id: str) -> None:
-        """Commit the request's plan if its time has come; for a request that is not planned for
-        in this step."""
-        flight = None if self.background is None else self.background.flights.get(req_id)
-        if self.background is not None and flight is not None and self.background.is_due(flight):
-            self._land(self.tables[req_id], flight)
-
     def abort_flight(self, number: int) -> None:
         """A worker could not copy what the plan moves: the old layout stays. Unknown numbers, of
         plans that have ended since, are ignored."""

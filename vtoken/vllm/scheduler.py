@@ -185,10 +185,9 @@ class VTokenSchedulerMixin:
             + request.num_output_placeholders
             - request.num_computed_tokens
         )
-        req_id = request.request_id
         if pending <= 0:
-            self.vtoken.land_due(req_id)
-            return
+            return  # a plan of it that is due is committed when it goes on
+        req_id = request.request_id
         table = self.vtoken.tables.get(req_id)
         if table is None or not self.vtoken_policies.evicts(request):
             return
