@@ -416,7 +416,11 @@ CASES: dict[str, tuple[str, Break, str]] = {
         sets(pool__free=[6, 7, 9], pool__held=[]),
         "request 'b': block 9 is free while a copy may still touch it",
     ),
-    "headroom target": ("L11", sets(pool__headroom=[8, 9], pool__held=[]), "block 9 is headroom while"),
+    "headroom target": (
+        "L11",
+        sets(pool__headroom=[8, 9], pool__held=[]),
+        "block 9 is headroom while",
+    ),
     "free source": (
         "L11",
         lambda s: s.flights.append(flight_of("c", (0, 14, 18))),

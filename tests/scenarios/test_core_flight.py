@@ -292,7 +292,7 @@ def test_s26_the_controls_are_caught() -> None:
     assert all(laws == {"L11"} for _, laws in found.values())
     early = mutant(
         "released in flight",
-        "vtoken.core.reclaimer:Reclaimer._reclaim_beside",
+        "vtoken.core.in_flight:PlansInFlight._reclaim_beside",
         "if flying.is_due(flight):",
         "self._release_only(table)\n        if flying.is_due(flight):",
         "I4",

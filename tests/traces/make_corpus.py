@@ -28,7 +28,7 @@ FAULTS = (
     *WALKED,
     mutant(
         "commit cuts the end back into a block that the prefix cache can hit",
-        "vtoken.core.reclaimer:Reclaimer._land",
+        "vtoken.core.in_flight:PlansInFlight._land",
         "self._commit(table, ids",
         "used = np.flatnonzero(table.block_live[keep])\n"
         "    inside = table.live_mask(keep[used[-1] : used[-1] + 1])[0]\n"

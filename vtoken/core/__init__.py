@@ -11,7 +11,8 @@ from vtoken.core.layout import CopyOrder, LayoutChange, StepLayout, StepOrders
 from vtoken.core.meter import BlockMeter, BlockUsage
 from vtoken.core.observer import Observer, Observers
 from vtoken.core.planner import DensePlan, plan_dense, releasable_blocks
-from vtoken.core.reclaimer import PoolPort, Reclaimer, ReclaimMode
+from vtoken.core.ports import PoolPort
+from vtoken.core.reclaimer import Reclaimer, ReclaimMode
 from vtoken.core.request_table import RequestTable
 from vtoken.core.table import TokenTable
 
