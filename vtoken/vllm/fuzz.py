@@ -1,8 +1,10 @@
 """The fuzzing campaign on a real vLLM engine with the random tiny model, in this process.
 
-Each episode draws a policy, a budget and a mode, then lets requests arrive, be aborted and be
-preempted at random in a pool that is nearly always full, at check level 3 with the spec in lock
-step; after it, every request has ended and every block must be free.
+Each episode draws a policy with its options, a budget, protected tokens, a way of looking at
+attention, and a mode, then lets requests arrive, some with a policy or options of their own, be
+aborted and be preempted at random in a pool that is nearly always full, at check level 3 with the
+spec in lock step; after it, every request has ended, no policy has failed, and every block must be
+free.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from vtoken.vllm.session import Session
 
 POOL_BLOCKS, BLOCK, CHUNK, LONGEST = 24, 32, 96, 512
 EPISODE_STEPS = 120
+POLICIES = ("streaming-llm", "sliding-window", "random", "h2o", "scissorhands", "fastgen")
 _STALL_STEPS = 2_000
 
 
@@ -89,7 +92,8 @@ def _episode(
                 counts["add"] += 1
                 name = f"{report.episodes}.{counts['add']}"
                 prompt = (shared if rng.random() < 0.5 else []) + _prompt(rng, rng.randint(1, 200))
-                session.submit(name, prompt, max_tokens=rng.randint(1, 80))
+                own = _asked(rng, settings)
+                session.submit(name, prompt, max_tokens=rng.randint(1, 80), extra_args=own)
                 alive.append(name)
             if alive and rng.random() < 0.05:
                 engine.abort_request([alive.pop(rng.randrange(len(alive)))])
@@ -108,6 +112,8 @@ def _episode(
                 return "L10", f"requests {sorted(scheduler.requests)} make no progress"
         report.events += scheduler.vtoken_checker.shadow.events
         report.coverage.update(scheduler.vtoken_checker.shadow.kinds)
+        if scheduler.vtoken_policies.failures:
+            return "policy", "; ".join(scheduler.vtoken_policies.messages)
         pool = session.report()["pool"]
         if pool["free"] != pool["total"] or len(scheduler.vtoken.tables):
             return (
@@ -134,15 +140,53 @@ def _settings(rng: random.Random, file: Path) -> VTokenConfig:
             "force_sync": rng.random() < 0.2,
             "shared_prefix": rng.choice(["keep", "copy-out"]),
         }
+    first, recent = rng.choice([0, 0, 1, 9]), rng.choice([0, 0, 1, 9])
+    ratio = rng.random() < 0.2
     return VTokenConfig(
-        policy=rng.choice(["streaming-llm", "sliding-window", "random", "random"]),
-        budget=rng.randint(6, 300),
+        policy=rng.choice(POLICIES),
+        budget=None if ratio else rng.randint(6 + first + recent, 300),
+        budget_ratio=rng.choice([0.1, 0.5, 0.9]) if ratio else None,
+        slack=rng.choice([0, 0, 1, 40]),
+        keep_first=first,
+        keep_recent=recent,
+        keep_prompt=rng.random() < 0.1,
+        recent_share=rng.choice([0.0, 0.5, 0.9]),
+        window=rng.choice([1, 8, 32]),
+        recovery=rng.choice([0.4, 0.6, 0.95]),
+        **_scores(rng),
         reclaim=mode,
         seed=rng.randint(0, 99),
         checks=3,
         trace=str(file),
         **beside,
     )
+
+
+def _scores(rng: random.Random) -> dict[str, Any]:
+    """A way of looking at attention."""
+    window = rng.choice([1, 7, 32, 64])
+    if rng.random() < 0.5:
+        return {"score_mode": "exact", "score_window": window}
+    return {
+        "score_mode": "sampled",
+        "score_layers": rng.choice([1, 2, 5]),
+        "score_every": rng.choice([1, 3, 8]),
+        "score_window": window,
+    }
+
+
+def _asked(rng: random.Random, settings: VTokenConfig) -> dict[str, Any] | None:
+    """What a request asks for itself; most ask for nothing."""
+    if rng.random() < 0.6:
+        return None
+    asked: dict[str, Any] = {}
+    if rng.random() < 0.7:
+        asked["policy"] = rng.choice([*POLICIES, "none"])
+    if asked.get("policy") != "none" and rng.random() < 0.5:
+        asked["budget"] = rng.randint(6 + settings.keep_first + settings.keep_recent, 300)
+    if rng.random() < 0.5:
+        asked |= _scores(rng)
+    return {f"vtoken_{name}": value for name, value in asked.items()}
 
 
 def _prompt(rng: random.Random, length: int) -> list[int]:
