@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK, DIM, LAYERS, BLOCKS, CHUNK = 32, 8, 5, 9, 6
 HEADS, KV_HEADS = 4, 2  # of one rank
+
+
+class Graph(TorchDispatchMode):
+    """Stands for a CUDA graph: what was captured, as parts, is operations on tensors that stay;
+    running a part again runs those and no Python around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        calls: list[tuple[Any, Any, Any]] = []
+        self._calls = calls
+
+        def replay() -> None:
+            for function, arguments, named in calls:
+                function(*arguments, **named)
+
+        self.parts.append(replay)
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.name().split(".")[0].endswith("_"):  # what writes; views and allocations stay
+            self._calls.append((func, args, kwargs or {}))
+        return made
 
 
 def tapped_step(seed: int) -> None:
     """Tap several rows of a step on each of the ranks and compare what comes together.
 
     Rows differ in their live slots, in how many of their queries are observed, in which layers, and
-    in whether single heads are wanted; q is used in the layers, or copied there.
+    in whether single heads are wanted; q is used in the layers, or copied there by a graph that is
+    captured once and replayed in each step.
 
     Raises:
         AssertionError: another number than the softmax has.
@@ -73,16 +103,25 @@ def tapped_step(seed: int) -> None:
                 )
                 for n, (name, own) in enumerate(taps.items())
             }
-            made: scores.StepTap
+            step = (Taps(1, taps), rows, layers, names)
             if seed % 4 < 2:
-                made = scores.DirectTap(Taps(1, taps), rows, layers, names)
-            else:
-                buffers = scores.QueryBuffers(count * CHUNK + 3)
-                made = scores.CapturedTap(Taps(1, taps), rows, layers, names, buffers=buffers)
-            for index, name in enumerate(names):
-                own_query = queries[rank, index].clone()
-                made.hand_over(name, own_query)
-                own_query.fill_(float("nan"))  # a graph's buffers are used again
+                made: scores.StepTap = scores.DirectTap(*step)
+                for index, name in enumerate(names):
+                    made.hand_over(name, queries[rank, index])
+                return made.finish(), parts
+            buffers, graph = scores.QueryBuffers(count * CHUNK + 3), Graph()
+            passing = torch.zeros_like(queries[rank, 0])  # every layer has its q here in turn
+            for name in names:
+                with graph:
+                    buffers.hand_over(name, passing)
+            for garbage in (True, False):  # two steps; nothing of the first is left
+                made = scores.CapturedTap(*step, buffers=buffers)
+                for index, run in enumerate(graph.parts):
+                    passing.copy_(-queries[rank, index] if garbage else queries[rank, index])
+                    run()
+                passing.fill_(float("nan"))
+                if garbage:
+                    assert made._handed() == len(layers)
             return made.finish(), parts
         finally:
             patch.undo()

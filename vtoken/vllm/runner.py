@@ -278,8 +278,10 @@ class VTokenRunnerMixin:
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("num_scheduled_tokens") is None:
-            return metadata, common  # a dummy run of vLLM's, not a scheduled step
+        if kwargs.get("num_scheduled_tokens") is None:  # a dummy run of vLLM's, no scheduled step
+            if self.vtoken_captures and isinstance(metadata, dict):
+                self._attach_to_all(metadata, self._queries())  # it may be what is captured
+            return metadata, common
         rows = []
         for row, req_id in enumerate(self.input_batch.req_ids):
             if req_id in self._vtoken_rows:
@@ -333,14 +335,20 @@ class VTokenRunnerMixin:
                 heads=heads,
             )
         if self.vtoken_captures:
-            most = self.vllm_config.scheduler_config.max_num_batched_tokens
-            if self._vtoken_queries is None:
-                self._vtoken_queries = QueryBuffers(most)
-            self._vtoken_tap = CapturedTap(taps, rows, layers, names, buffers=self._vtoken_queries)
+            self._vtoken_tap = CapturedTap(taps, rows, layers, names, buffers=self._queries())
         else:
             self._vtoken_tap = DirectTap(taps, rows, layers, names)
-        for own in {id(metadata[name]): metadata[name] for name in layers}.values():
-            attach_tap(own, self._vtoken_tap)
+        self._attach_to_all({name: metadata[name] for name in layers}, self._vtoken_tap)
+
+    def _attach_to_all(self, metadata: dict[str, Any], tap: StepTap | QueryBuffers) -> None:
+        for own in {id(own): own for own in metadata.values()}.values():
+            attach_tap(own, tap)
+
+    def _queries(self) -> QueryBuffers:
+        if self._vtoken_queries is None:
+            most = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self._vtoken_queries = QueryBuffers(most)
+        return self._vtoken_queries
 
     def _tapped_layer(self, name: str) -> TappedLayer:
         if name not in self._vtoken_tapped:

@@ -2,9 +2,10 @@
 
 A layer hands its query over at one place, `StepTap.hand_over`, after the kernel has run: K of the
 step's own tokens is in the cache by then. `DirectTap` uses the query there and then. Inside a full
-CUDA graph no Python runs at replay; `CapturedTap` therefore does nothing there but one copy into a
-buffer that keeps its address, and computes when the step's forward pass is over. K has not changed
-until then: moves and new writes begin with the next step.
+CUDA graph no Python runs at replay, only what was captured: one copy of q into a buffer that keeps
+its address, and a count that says the copy has run. `CapturedTap` computes from the buffers when
+the step's forward pass is over. K has not changed until then: moves and new writes begin with the
+next step.
 
 Costs O(live) per tapped row and layer; a step without taps costs nothing.
 """
@@ -84,7 +85,6 @@ class StepTap(ABC):
         self._taps = taps
         self.rows = rows
         self.layers = dict(layers)
-        self._handed: set[str] = set()
         #: by layer: the rows that are tapped in it, and the layer's place among a row's
         self._readers: dict[str, list[tuple[ScoredRow, int]]] = {name: [] for name in layers}
         #: by request: query heads of this rank, over its layers
@@ -99,11 +99,14 @@ class StepTap(ABC):
         """A layer's query after rotary embedding, `[tokens, heads, head_dim]`; the only place
         where the tap is given one. Layers that are not tapped are passed over."""
         if name in self.layers:
-            self._handed.add(name)
             self._take(name, query)
 
     @abstractmethod
     def _take(self, name: str, query: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _handed(self) -> int:
+        """How many layers have handed over, each once."""
 
     @abstractmethod
     def _complete(self) -> None:
@@ -115,12 +118,13 @@ class StepTap(ABC):
         Raises:
             InvariantViolation: L6, if a layer has handed nothing over.
         """
-        if len(self._handed) != len(self.layers):
+        handed = self._handed()
+        if handed != len(self.layers):
             raise InvariantViolation(
                 law="L6",
                 message="a layer's attention ran without the score tap",
                 before=len(self.layers),
-                after=len(self._handed),
+                after=handed,
             )
         self._complete()
         ranks = get_tp_group().world_size
@@ -143,15 +147,26 @@ class StepTap(ABC):
 class DirectTap(StepTap):
     """Uses each query at once."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._taken: set[str] = set()
+
     def _take(self, name: str, query: torch.Tensor) -> None:
+        self._taken.add(name)
         self._score(name, query)
+
+    def _handed(self) -> int:
+        return len(self._taken)
 
     def _complete(self) -> None:
         return
 
 
 class QueryBuffers:
-    """Where captured copies of q lie: one buffer per layer, which keeps its address.
+    """Where captured copies of q lie: a buffer for each layer, which keeps its address.
+
+    It is handed queries as a tap is, by every step that is captured; a replay fills the buffers
+    again, and counts, without it.
 
     Args:
         num_tokens: most tokens of a step.
@@ -160,16 +175,27 @@ class QueryBuffers:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self._buffers: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, torch.Tensor] = {}
 
-    def of(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The layer's buffer, `[num_tokens, heads, head_dim]`."""
+    def hand_over(self, name: str, query: torch.Tensor) -> None:
+        """Two operations on tensors that stay, whatever runs them."""
         if name not in self._buffers:
-            self._buffers[name] = like.new_zeros((self.num_tokens, *like.shape[1:]))
+            self._buffers[name] = query.new_zeros((self.num_tokens, *query.shape[1:]))
+            self._counts[name] = torch.zeros((), dtype=torch.int64, device=query.device)
+        self._buffers[name][: len(query)].copy_(query)
+        self._counts[name].add_(1)
+
+    def query(self, name: str) -> torch.Tensor:
+        """What the layer has last handed over, `[num_tokens, heads, head_dim]`."""
         return self._buffers[name]
+
+    def count(self, name: str) -> int:
+        """How often it has."""
+        return int(self._counts[name]) if name in self._counts else 0
 
 
 class CapturedTap(StepTap):
-    """Copies each query, and nothing else, when it is handed over; see the module's docstring.
+    """Uses the buffers after the forward pass; see the module's docstring.
 
     Args:
         buffers: kept from step to step.
@@ -178,24 +204,25 @@ class CapturedTap(StepTap):
     def __init__(self, *args: Any, buffers: QueryBuffers) -> None:
         super().__init__(*args)
         self._buffers = buffers
-        self._copies: list[tuple[str, torch.Tensor]] = []
+        self._before = {name: buffers.count(name) for name in self.layers}
 
     def _take(self, name: str, query: torch.Tensor) -> None:
-        buffer = self._buffers.of(name, query)
-        buffer[: len(query)].copy_(query)
-        self._copies.append((name, buffer))
+        self._buffers.hand_over(name, query)
+
+    def _handed(self) -> int:
+        return sum(self._buffers.count(name) == n + 1 for name, n in self._before.items())
 
     def _complete(self) -> None:
-        for name, query in self._copies:
-            self._score(name, query)
+        for name in self.layers:
+            self._score(name, self._buffers.query(name))
 
 
-def attach_tap(metadata: Any, tap: StepTap) -> None:
+def attach_tap(metadata: Any, tap: StepTap | QueryBuffers) -> None:
     setattr(metadata, _TAP, tap)
 
 
-def tap_of(metadata: Any) -> StepTap | None:
-    found: StepTap | None = getattr(metadata, _TAP, None)
+def tap_of(metadata: Any) -> StepTap | QueryBuffers | None:
+    found: StepTap | QueryBuffers | None = getattr(metadata, _TAP, None)
     return found
 
 
