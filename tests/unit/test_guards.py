@@ -50,7 +50,6 @@ def plain(**changes: Any) -> SimpleNamespace:
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
-        use_v2_model_runner=False,
         additional_config={},
     )
     for path, value in changes.items():
@@ -91,7 +90,6 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
     ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
     ({"parallel_config__use_ubatching": True}, "dual-batch overlap"),
-    ({"use_v2_model_runner": True}, "vLLM chose Model Runner V2"),
 ]
 
 

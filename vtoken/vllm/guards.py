@@ -160,11 +160,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "dual-batch overlap splits a step's metadata in a way that vToken does not follow",
         "leave out --enable-dbo and --ubatch-size",
     ),
-    Refusal(
-        lambda c: bool(c.use_v2_model_runner),
-        "vLLM chose Model Runner V2, whose inputs vToken does not adapt",
-        "set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
 )
 
 
