@@ -22,6 +22,7 @@ from rich.console import Console
 from vtoken import __version__
 from vtoken.environment import prepare_environment
 from vtoken.errors import EngineFailed, InvariantViolation, VTokenError
+from vtoken.eval_command import evaluate
 from vtoken.flags import (
     BudgetOption,
     ChecksOption,
@@ -400,6 +401,7 @@ def serve(
     serve_forever(args)
 
 
+app.command("eval")(evaluate)
 app.command()(fuzz)
 app.command()(replay)
 app.command()(shrink)

@@ -157,13 +157,22 @@ def write_json_atomically(file: Path, value: Any) -> None:
     Raises:
         Rejected: the file cannot be written.
     """
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_bytes_atomically(file, text.encode("utf-8"))
+
+
+def write_bytes_atomically(file: Path, content: bytes) -> None:
+    """Write a whole file or none.
+
+    Raises:
+        Rejected: the file cannot be written.
+    """
     file = file.resolve()
     try:
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(value, stream, indent=2, ensure_ascii=False)
-                stream.write("\n")
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
             # mkstemp makes private files; a result is as readable as any other file.
             umask = os.umask(0)
             os.umask(umask)

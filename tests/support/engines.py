@@ -172,13 +172,25 @@ class Engine:
             resumable=True,
         )
 
-    def serve(self, prompts: Sequence[Sequence[int]], max_tokens: int, **more: Any) -> Served:
-        """Run prompts together to the end, watching every step."""
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        asked: Sequence[dict[str, Any]] | None = None,
+        **more: Any,
+    ) -> Served:
+        """Run prompts together to the end, watching every step.
+
+        Args:
+            asked: what each request asks for itself (`extra_args`).
+        """
         free = self.free
         recorder = Recorder(self.llm)
         with recorder.watching():
             for index, prompt in enumerate(prompts):
-                self.submit(str(index), prompt, max_tokens, **more)
+                own = more if asked is None else {**more, "extra_args": asked[index]}
+                self.submit(str(index), prompt, max_tokens, **own)
             outputs = self.drain()
         report = self.scheduler.vtoken_report() if hasattr(self.scheduler, "vtoken_report") else {}
         return Served(
@@ -212,12 +224,17 @@ class Engine:
 def engine_on(which: str) -> Engine:
     """One engine per kind and test process: "tiny", "tiny stock", "tiny async", "smollm2".
 
-    The tiny ones have a pool of 23 blocks of 32 tokens and steps of at most 96 tokens.
+    The tiny ones have a pool of 23 blocks of 32 tokens, steps of at most 96 tokens, and a context
+    in which a prompt and 500 decode steps fit.
     """
     from vtoken.models import ensure_smollm2, ensure_tiny_llama
 
     if which == "smollm2":
         return Engine(ensure_smollm2(), blocks=64, chunk=256, max_model_len=1024)
     return Engine(
-        ensure_tiny_llama(), blocks=24, stock="stock" in which, asynchronous="async" in which
+        ensure_tiny_llama(),
+        blocks=24,
+        max_model_len=640,
+        stock="stock" in which,
+        asynchronous="async" in which,
     )

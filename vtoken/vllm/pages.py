@@ -43,8 +43,8 @@ def one_token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     block, head, token, element = cache.stride()
     if block % token:
         raise UnsupportedConfiguration(
-            f"a KV cache with strides {tuple(cache.stride())} cannot be seen as pages of one token; "
-            "use --reclaim eager and --no-enable-prefix-caching"
+            f"a KV cache with strides {tuple(cache.stride())} has no pages of one token; use "
+            "--reclaim eager and --no-enable-prefix-caching"
         )
     between = block // token
     pages = cache.as_strided(

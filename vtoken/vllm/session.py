@@ -39,6 +39,7 @@ class Session:
     Args:
         model: checkpoint folder or hub name.
         config: vToken's configuration.
+        processors: logits processors beside vToken's own, as `module:Class`.
         engine: further `EngineArgs` of vLLM.
 
     Raises:
@@ -46,7 +47,14 @@ class Session:
         Rejected: vLLM refuses the model or the options.
     """
 
-    def __init__(self, model: Path | str, config: VTokenConfig, **engine: Any) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        config: VTokenConfig,
+        *,
+        processors: Sequence[str] = (),
+        **engine: Any,
+    ) -> None:
         # Before vLLM is imported: one process, so that its state can be read.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         check_version()
@@ -58,6 +66,8 @@ class Session:
 
         args = {**cpu_defaults(), **{k: v for k, v in engine.items() if v is not None}}
         args |= {**engine_kwargs(config), "model": str(model)}
+        if processors:
+            args["logits_processors"] = [*args.get("logits_processors", ()), *processors]
         self.config = config
         try:
             # The guards run on vLLM's finished configuration before weights are loaded, so a
@@ -109,7 +119,7 @@ class Session:
         for index, token_ids in enumerate(encoded):
             engine.add_request(str(index), {"prompt_token_ids": token_ids}, params)
         while engine.has_unfinished_requests():
-            for step in self._step():
+            for step in self.step():
                 index = int(step.request_id)
                 output = outputs[index]
                 for part in step.outputs:
@@ -120,7 +130,13 @@ class Session:
                         on_text(index, output, part.text)
         return outputs
 
-    def _step(self) -> list[Any]:
+    def step(self) -> list[Any]:
+        """One step of the engine; vLLM's `RequestOutput`s of it.
+
+        Raises:
+            InvariantViolation: an online check failed; the engine must not be used again.
+            EngineFailed: the engine stopped for another reason.
+        """
         try:
             return list(self.llm.llm_engine.step())
         except Exception as error:
@@ -150,14 +166,36 @@ class Session:
             return list(tokenizer.encode(text, add_special_tokens=False))
         return list(tokenizer.encode(prompt))
 
-    def submit(self, name: str, token_ids: Sequence[int], *, max_tokens: int) -> None:
-        """Add a request that runs for `max_tokens` tokens; the caller steps the engine."""
-        from vllm import SamplingParams
+    def submit(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        salt: str | None = None,
+        **params: Any,
+    ) -> None:
+        """Add a greedy request that runs for `max_tokens` tokens; the caller steps the engine.
 
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        Args:
+            salt: only requests of the same one share prefixes with it.
+            params: further `SamplingParams`.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            **params,
         )
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        self.llm.llm_engine.add_request(name, prompt, sampling)
 
     def reconfigure(self, config: VTokenConfig) -> None:
         """Another configuration, with an empty prefix cache and counters from zero.
