@@ -19,8 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from support.engines import Engine
 from vtoken.models import ensure_smollm2
 from vtoken.policies import ScoreNeed
+from vtoken.policies.ledger import ScoreLedger
 from vtoken.vllm.runner_core import VTokenRunnerCore
-from vtoken.vllm.score_ledger import ScoreLedger
 from vtoken.vllm.scores import StepTap
 
 CONTEXT, STEPS = 2000, 32

@@ -15,13 +15,17 @@ from typing import Any
 from vtoken.core.background import UNBOUNDED, BackgroundParams
 from vtoken.core.reclaimer import ReclaimMode
 from vtoken.errors import Rejected
-from vtoken.policies import Policy, PolicyParams, find_policy
+from vtoken.policies import Policy, PolicyParams, ScoreNeed, find_policy
 
 CHECK_LEVELS = (0, 1, 2, 3)
 SHARED_PREFIX = ("keep", "copy-out")
 ON_POLICY_ERROR = ("stop-request", "keep-tokens")
 REQUEST_POLICIES = ("registered", "any")
-REQUEST_OPTIONS = ("vtoken_policy", "vtoken_budget", "vtoken_budget_ratio")
+SCORE_MODES = ("exact", "sampled")
+SCORE_COUNTS = ("score_layers", "score_every", "score_window")
+REQUEST_OPTIONS = tuple(
+    f"vtoken_{name}" for name in ("policy", "budget", "budget_ratio", "score_mode", *SCORE_COUNTS)
+)
 """What a single request may set, under these names."""
 OPTIONAL_COUNTS = ("copy_budget", "moves_per_plan")
 _COUNTS = (
@@ -29,8 +33,6 @@ _COUNTS = (
     *("headroom", "commit_delay"),
     *OPTIONAL_COUNTS,
 )
-SCORE_MODES = ("exact", "sampled")
-SCORE_COUNTS = ("score_layers", "score_every", "score_window")
 BACKGROUND_OPTIONS = (
     *("threshold", "headroom", "commit_delay", "force_sync", "shared_prefix"),
     *OPTIONAL_COUNTS,
@@ -161,6 +163,11 @@ class VTokenConfig:
     def policy_class(self) -> type[Policy] | None:
         return None if self.policy == "none" else find_policy(self.policy)
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether the policy asks for attention weights."""
+        return self.policy_class is not None and self.policy_class.needs is not ScoreNeed.NONE
+
     @cached_property
     def least_budget(self) -> int:
         """Smallest budget in tokens that the policy and the protected tokens leave room for."""
@@ -231,8 +238,9 @@ class VTokenConfig:
 
         Args:
             values: the request's extra arguments: `vtoken_policy` ("none" evicts nothing),
-                `vtoken_budget` (tokens), `vtoken_budget_ratio` (share). Others that do not begin
-                with `vtoken_` are left alone. A policy without a budget keeps the server's.
+                `vtoken_budget` (tokens), `vtoken_budget_ratio` (share), `vtoken_score_mode` and
+                the other options of scores. Those that do not begin with `vtoken_` are left
+                alone. A policy without a budget keeps the server's.
 
         Raises:
             Rejected: an unknown name, or a value that this server does not take.
@@ -253,6 +261,9 @@ class VTokenConfig:
         changes: dict[str, Any] = {name.removeprefix("vtoken_"): v for name, v in asked.items()}
         if "budget" in changes or "budget_ratio" in changes or changes.get("policy") == "none":
             changes = {"budget": None, "budget_ratio": None, **changes}
+        if changes.get("score_mode") == "exact":  # the server's options of sampling go with it
+            plain = {name: getattr(VTokenConfig, name) for name in ("score_layers", "score_every")}
+            changes = {**plain, **changes}
         policy = changes.get("policy", self.policy)
         if (
             self.request_policies != "any"
@@ -267,8 +278,9 @@ class VTokenConfig:
         try:
             return replace(self, **changes)
         except Rejected as refused:
-            reason = refused.reason.replace("--budget-ratio", "vtoken_budget_ratio")
-            reason = reason.replace("--budget", "vtoken_budget")
+            reason = refused.reason
+            for flag in ("budget-ratio", "budget", "score-mode"):
+                reason = reason.replace(f"--{flag}", f"vtoken_{flag.replace('-', '_')}")
             raise Rejected(f"this request's vtoken options: {reason}") from None
 
     def idle_reason(self, *, evicted: int, asked: int) -> str | None:
@@ -337,7 +349,10 @@ def _check_scores(config: VTokenConfig) -> None:
     defaults = {field.name: field.default for field in fields(VTokenConfig)}
     for name in ("score_layers", "score_every"):
         if config.score_mode != "sampled" and getattr(config, name) != defaults[name]:
-            raise Rejected(f"{name} is an option of score_mode sampled, not {config.score_mode}")
+            raise Rejected(
+                f"{name} is an option of score_mode sampled, not {config.score_mode}; give "
+                "--score-mode sampled, or leave it out"
+            )
 
 
 def _check_background(config: VTokenConfig) -> None:

@@ -11,6 +11,7 @@ from vtoken.policies import policy_names
 
 _PANEL = "Eviction and reclamation"
 _BACKGROUND = "With --reclaim background"
+_SCORES = "With policies that look at attention (h2o, scissorhands, fastgen)"
 
 PolicyOption = Annotated[
     str | None,
@@ -218,6 +219,42 @@ RecoveryOption = Annotated[
         metavar="SHARE",
         show_default="0.95",
         rich_help_panel=_PANEL,
+    ),
+]
+ScoreModeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="exact: weights of all layers in every step; sampled: of some, now and then.",
+        metavar="MODE",
+        show_default="exact",
+        rich_help_panel=_SCORES,
+    ),
+]
+ScoreLayersOption = Annotated[
+    int | None,
+    typer.Option(
+        help="sampled: the last of every so many layers is looked at.",
+        metavar="N",
+        show_default="5",
+        rich_help_panel=_SCORES,
+    ),
+]
+ScoreEveryOption = Annotated[
+    int | None,
+    typer.Option(
+        help="sampled: decode steps are looked at whose length is a multiple of this.",
+        metavar="N",
+        show_default="8",
+        rich_help_panel=_SCORES,
+    ),
+]
+ScoreWindowOption = Annotated[
+    int | None,
+    typer.Option(
+        help="How many of a prompt chunk's last queries are observed.",
+        metavar="N",
+        show_default="32",
+        rich_help_panel=_SCORES,
     ),
 ]
 SeedOption = Annotated[

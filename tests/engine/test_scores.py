@@ -107,6 +107,30 @@ def test_sampled_mode_looks_at_chosen_layers_and_lengths(tiny: Engine) -> None:
         assert all(length % 4 == 0 for length in lengths)
 
 
+def test_requests_of_one_batch_are_looked_at_each_in_its_own_way(tiny: Engine) -> None:
+    """Exact beside sampled, other layers, other steps, another window."""
+    layers = tiny.runner.vtoken_layout.num_layers
+    ways: list[tuple[dict[str, Any], int, int]] = [
+        ({}, 1, 1),
+        ({"vtoken_score_mode": "sampled", "vtoken_score_layers": 2}, 2, 8),
+        ({"vtoken_score_mode": "sampled", "vtoken_score_every": 3}, layers, 3),
+        ({"vtoken_score_window": 5}, 1, 1),
+    ]
+    tiny.configure(policy="h2o", budget=40, checks=3, **BACKGROUND)
+    prompts = prompts_of(40, 50, 45, 60, seed=4)
+    served = tiny.serve(prompts, 40, asked=[own for own, _, _ in ways])
+    for life in served.lives:
+        own, stride, every = ways[int(life.req_id.split("-")[0])]
+        tapped = range(stride - 1, layers, stride)
+        found = compare_scores(tiny.reference, life, served.tokens_of(life), layers=tapped)
+        assert found.max_error <= BOUND
+        window = own.get("vtoken_score_window", 32)
+        assert max(scores.queries for scores in life.scores) <= window
+        lengths = [int(s.token_ids.max()) + 1 for s in life.scores if not s.prompt]
+        assert all(length % every == 0 for length in lengths)
+        assert len(lengths) >= 39 // every
+
+
 def test_a_shared_prefix_is_observed_by_each_who_shares_it(tiny: Engine) -> None:
     rng = np.random.default_rng(21)
     prefix = rng.integers(3, 259, 4 * BLOCK).tolist()

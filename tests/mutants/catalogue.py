@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from mutants.scores import CHOOSING, TAP
 from support.mutation import Mutant, mutant
 
 _TABLE = "vtoken.core.request_table:RequestTable"
@@ -329,7 +330,7 @@ FLIGHT: tuple[Mutant, ...] = tuple(
     )
 )  # fmt: skip
 
-WALKED: tuple[Mutant, ...] = TABLE + PLANNER + RECLAIMER + BYTES + VIEWS + FLIGHT
+WALKED: tuple[Mutant, ...] = TABLE + PLANNER + RECLAIMER + BYTES + VIEWS + FLIGHT + CHOOSING + TAP
 ALL: tuple[Mutant, ...] = WALKED + CHECKS
 
 TRIPS: Mapping[str, tuple[str, str]] = MappingProxyType(

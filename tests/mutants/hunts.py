@@ -7,6 +7,8 @@
 | sharing | the same walk | L8 alone, over the bytes of blocks that stay in the prefix cache |
 | copy-out | requests that share a prefix, of which each keeps a few tokens: headroom is drawn in most episodes, and plans are aborted | every check, at level 3, and the harness |
 | crowd | requests that all have something to gain in every step, and a budget for one of them | every check, at level 3 |
+| choosing | the same walk, in which real policies with drawn options name the victims | the harness on weights and victims; what H2O has added up, token by token |
+| tap | one step's attention over made-up keys, in two ranks, some rows sampled, q used at once or copied | a softmax of the keys, written down plainly |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -21,11 +23,16 @@ from types import MappingProxyType
 import torch
 
 import vtoken_spec as spec
+from support.attention import tapped_step
 from support.mutation import Mutant
 from vtoken.checks.judge import judge
 from vtoken.core import BackgroundParams
 from vtoken.errors import InvariantViolation, Rejected
+from vtoken.policies import StepScores
+from vtoken.policies.h2o import H2O
+from vtoken.testing.choosing import Choosers
 from vtoken.testing.device import STRATEGIES, SimulatedDevice
+from vtoken.testing.faults import must
 from vtoken.testing.harness import FakeEngine
 from vtoken.testing.pool import Key, PoolFault
 from vtoken.testing.walk import act, drawn_engine
@@ -187,6 +194,47 @@ def crowd(seed: int, modes: tuple[str, ...]) -> None:
     engine.verify()
 
 
+def choosing(seed: int, modes: tuple[str, ...]) -> None:
+    rng, size = random.Random(seed), _SIZES[seed % 4]
+    mode = modes[seed // 2 % len(modes)]
+    engine = drawn_engine(rng, mode=mode, block_size=size, ample=seed % 3 == 0, level=0)
+    choosers, names = Choosers(engine, rng), Counter[str]()
+    told = engine.scores.listener
+    assert told is not None
+    totals: dict[tuple[str, int], Counter[int]] = {}
+
+    def hear(req_id: str, scores: StepScores) -> None:
+        told(req_id, scores)
+        policy, mine = choosers.policy_of(req_id), (req_id, engine.table(req_id).life)
+        seen = totals.setdefault(mine, Counter())
+        for token, weight in zip(scores.token_ids.tolist(), scores.values.tolist(), strict=True):
+            seen[token] += weight  # type: ignore[assignment]
+        if isinstance(policy, H2O):
+            ids = scores.token_ids.tolist()
+            sums = policy._sums.dense(max(ids) + 1)
+            right = [float(sums[token]) for token in ids] == [seen[token] for token in ids]
+            must(right, f"{req_id}: H2O has added up other weights than those of its tokens")
+
+    engine.scores.listener = hear
+    for _ in range(STEPS):
+        act(engine, rng, names=names, choosers=choosers)
+        skip = [request.req_id for request in engine.running if rng.random() < 0.15]
+        engine.step(skip=skip, cap=rng.choice([1, size, size + 1, 99]))
+    engine.verify()
+
+
+def tap(seed: int, modes: tuple[str, ...]) -> None:
+    tapped_step(seed)
+
+
 HUNTS: Mapping[str, Callable[[int, tuple[str, ...]], None]] = MappingProxyType(
-    {"walk": walk, "pairs": pairs, "sharing": sharing, "copy-out": copy_out, "crowd": crowd}
+    {
+        "walk": walk,
+        "pairs": pairs,
+        "sharing": sharing,
+        "copy-out": copy_out,
+        "crowd": crowd,
+        "choosing": choosing,
+        "tap": tap,
+    }
 )

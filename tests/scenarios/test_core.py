@@ -221,6 +221,7 @@ def test_s26_the_control_that_runs_the_new_owner_first_is_caught(mode: str) -> N
     assert block in made.table("b").blocks
     following.changes.clear()  # "a" keeps its old row: only the new owner's writes run early
     following.rows = [row for row in following.rows if row.req_id == "b"]
+    following.taps = None
     made.execute(following)
     with pytest.raises((AssertionError, InvariantViolation)):
         made.execute(outstanding)

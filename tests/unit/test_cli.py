@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vtoken import cli, options
+from vtoken.config import VTokenConfig
 from vtoken.errors import EngineFailed, InvariantViolation, Rejected, UnsupportedConfiguration
 
 
@@ -66,6 +70,20 @@ RUN_ERRORS = {
         "budget_ratio must be in (0, 1], not 1.5",
     ),
     "unknown mode": (["--reclaim", "lazy"], "unknown reclaim mode 'lazy'; choose one of: "),
+    "unknown score mode": (
+        ["--policy", "h2o", "--budget", "64", "--score-mode", "guessed"],
+        "unknown score_mode 'guessed'; choose one of: exact, sampled",
+    ),
+    "sampling an exact mode": (
+        ["--policy", "h2o", "--budget", "64", "--score-every", "4"],
+        "score_every is an option of score_mode sampled, not exact; give --score-mode sampled, or "
+        "leave it out",
+    ),
+    "no layer": (
+        ["--score-mode", "sampled", "--score-layers", "0"],
+        "score_layers must be positive, not 0",
+    ),
+    "no window": (["--score-window", "0"], "score_window must be positive, not 0"),
     "checks": (["--checks", "4"], "checks must be 0, 1, 2 or 3, not 4"),
     "missing model": (
         ["--model", "/no/such/model"],
@@ -100,7 +118,30 @@ def test_run_refuses_in_one_line(
     assert seen.err.count("\n") == 1
 
 
-SERVE_ERRORS = ["unknown policy", "budget 0", "negative budget", "both budgets", "checks"]
+SERVE_ERRORS = [
+    *("unknown policy", "budget 0", "negative budget", "both budgets", "checks"),
+    *("unknown score mode", "sampling an exact mode", "no layer", "no window"),
+]
+
+
+@pytest.mark.parametrize("command", [cli.run, cli.serve])
+def test_every_option_has_a_flag_that_reaches_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., None]
+) -> None:
+    names = {field.name for field in fields(VTokenConfig)}
+    assert names <= set(signature(command).parameters)
+    given: dict[str, Any] = {}
+
+    def load_config(file: object, **flags: Any) -> None:
+        given.update(flags)
+        raise Rejected("enough")
+
+    monkeypatch.setattr(cli, "load_config", load_config)
+    values = {name: object() for name in names - {"trace"}}
+    extra = {"context": None} if command is cli.serve else {}
+    with pytest.raises(Rejected, match="enough"):
+        command(**values, **extra)
+    assert given == {**values, "trace": None}
 
 
 @pytest.mark.parametrize("name", SERVE_ERRORS)

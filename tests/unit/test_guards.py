@@ -44,6 +44,7 @@ def plain(**changes: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
             use_ubatching=False,
             worker_cls="vtoken.vllm.worker.VTokenCPUWorker",
         ),

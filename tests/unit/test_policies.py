@@ -3,8 +3,10 @@ others mixed in."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,7 +152,16 @@ def test_parameters_out_of_range_are_rejected_by_name(name: str, values: dict[st
         PolicyParams(**values)
 
 
-@pytest.mark.parametrize("name", ["streaming-llm", "sliding-window", "random"])
+def test_built_in_policies_are_entry_points_too() -> None:
+    """Whoever lists the group's entry points sees them beside those of other packages."""
+    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    listed = tomllib.loads(file.read_text())["project"]["entry-points"][registry.GROUP]
+    assert listed == {
+        policy.name: f"{policy.__module__}:{policy.__qualname__}" for policy in registry.BUILT_IN
+    }
+
+
+@pytest.mark.parametrize("name", [policy.name for policy in registry.BUILT_IN])
 def test_built_in_policies_are_found_by_the_name_they_carry(name: str) -> None:
     assert find_policy(name).name == name
     assert name in policy_names()

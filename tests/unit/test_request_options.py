@@ -25,6 +25,7 @@ PLACE = "vtoken.policies.random_eviction:RandomEviction"
         ({"vtoken_budget_ratio": 0.5}, "streaming-llm", None, 0.5),
         ({"vtoken_policy": "h2o", "vtoken_budget_ratio": 1}, "h2o", None, 1),
         ({"vtoken_policy": "none"}, "none", None, None),
+        ({"vtoken_score_mode": "sampled", "vtoken_score_every": 3}, "streaming-llm", 64, None),
     ],
 )
 def test_a_request_replaces_what_it_names(
@@ -33,6 +34,14 @@ def test_a_request_replaces_what_it_names(
     mine = SERVER.for_request({**asked, "session_id": "other people's"})
     assert (mine.policy, mine.budget, mine.budget_ratio) == (policy, budget, ratio)
     assert (mine.sinks, mine.seed) == (8, 5)
+
+
+def test_a_request_chooses_how_it_is_looked_at() -> None:
+    sampling = VTokenConfig(policy="h2o", budget=64, score_mode="sampled", score_every=3)
+    mine = sampling.for_request({"vtoken_score_window": 7})
+    assert (mine.score_mode, mine.score_every, mine.score_window) == ("sampled", 3, 7)
+    exact = sampling.for_request({"vtoken_score_mode": "exact"})
+    assert (exact.score_mode, exact.score_every) == ("exact", 8), "sampling's options go with it"
 
 
 def test_a_request_that_asks_nothing_is_served_by_the_very_same_settings() -> None:
@@ -49,6 +58,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"vtoken_budget_ratio": 1.5}, "budget_ratio must be in (0, 1], not 1.5"),
     ({"vtoken_budget": 9, "vtoken_budget_ratio": 0.5}, "budget is given both in tokens and as a"),
     ({"vtoken_policy": "none", "vtoken_budget": 9}, "a budget needs a policy"),
+    ({"vtoken_score_mode": "guessed"}, "unknown score_mode 'guessed'; choose one of: exact"),
+    ({"vtoken_score_mode": 3}, "score_mode must be a name, not 3"),
+    ({"vtoken_score_every": 4}, "not exact; give vtoken_score_mode sampled, or leave it out"),
+    ({"vtoken_score_window": 0}, "score_window must be positive, not 0"),
+    ({"vtoken_score_window": 2.5}, "score_window must be a whole number, not 2.5"),
 ]
 ONLY_WITH_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"vtoken_budget": 8}, "budget 8 is too small for streaming-llm: at least 9 (sinks 8 + 1)"),

@@ -11,8 +11,8 @@ from vtoken.config import VTokenConfig
 from vtoken.core import RequestTable
 from vtoken.errors import InvariantViolation, Rejected
 from vtoken.policies import ScoreNeed
-
-pytestmark = pytest.mark.engine  # imports vLLM
+from vtoken.policies.ledger import ScoreLedger
+from vtoken.policies.taps import RowScores, TappedStep
 
 
 def table_of(tokens: int, *, life: int = 1) -> RequestTable:
@@ -23,18 +23,13 @@ def table_of(tokens: int, *, life: int = 1) -> RequestTable:
 
 
 def ledger_of(**options: Any) -> Any:
-    from vtoken.vllm.score_ledger import ScoreLedger
-
     ledger = ScoreLedger()
     ledger.configure(VTokenConfig(**options))
     return ledger
 
 
 def step_of(number: int, count: int) -> Any:
-    from vtoken.vllm.metadata import RowScores, TappedStep
-
-    rows = {"r": RowScores(np.arange(count, dtype=np.float32))}
-    return TappedStep(number, 6, rows)
+    return TappedStep(number, {"r": RowScores(np.arange(count, dtype=np.float32), 6)})
 
 
 def test_ids_are_those_of_the_step_and_not_of_now() -> None:
@@ -105,10 +100,24 @@ def test_sampling_goes_by_the_request_s_own_length() -> None:
         ledger.row(table_of(length), ScoreNeed.TOKENS, count=1, prompt=False)
         if (taps := ledger.end_step()) is not None:
             tapped.append(length)
-            assert taps.stride == 3
+            assert taps.rows["r"].stride == 3
     assert tapped == [24, 32, 40]
     ledger.row(table_of(21), ScoreNeed.TOKENS, count=9, prompt=True)
     assert ledger.end_step() is not None, "prompts are always observed"
+
+
+def test_a_request_has_its_own_way_of_being_looked_at() -> None:
+    ledger, server = ledger_of(), VTokenConfig(policy="h2o", budget=64)
+    asked = {"vtoken_score_mode": "sampled", "vtoken_score_every": 4, "vtoken_score_window": 5}
+    own = server.for_request({**asked, "vtoken_score_layers": 2})
+    ledger.row(table_of(21), ScoreNeed.TOKENS, count=1, prompt=False, settings=own)
+    assert ledger.end_step() is None
+    ledger.row(table_of(24), ScoreNeed.TOKENS, count=1, prompt=False, settings=own)
+    assert ledger.end_step().rows["r"].stride == 2
+    ledger.row(table_of(21), ScoreNeed.TOKENS, count=9, prompt=True, settings=own)
+    assert ledger.end_step().rows["r"].queries == 5
+    ledger.row(table_of(21), ScoreNeed.TOKENS, count=1, prompt=False, settings=server)
+    assert ledger.end_step().rows["r"].stride == 1
 
 
 def test_nothing_wanted_is_nothing_told() -> None:
@@ -117,6 +126,7 @@ def test_nothing_wanted_is_nothing_told() -> None:
     assert ledger.end_step() is None
 
 
+@pytest.mark.engine  # imports vLLM
 @pytest.mark.parametrize(
     ("names", "stride", "tapped"),
     [("abcd", 1, "abcd"), ("abcdefghij", 5, "ej"), ("abc", 5, "c"), ("abcdefg", 3, "cf")],
@@ -131,7 +141,7 @@ def test_sampled_layers_are_the_last_of_every_few(names: str, stride: int, tappe
     ("values", "reason"),
     [
         ({"score_mode": "guessed"}, "choose one of: exact, sampled"),
-        ({"score_every": 4}, "option of score_mode sampled"),
+        ({"score_every": 4}, "option of score_mode sampled, not exact; give --score-mode sampled"),
         ({"score_mode": "sampled", "score_layers": 0}, "score_layers must be positive"),
         ({"score_window": 1.5}, "score_window must be a whole number"),
     ],
@@ -141,6 +151,7 @@ def test_bad_options_are_refused_with_a_reason(values: dict[str, Any], reason: s
         VTokenConfig(**values)
 
 
+@pytest.mark.engine
 def test_news_go_along_with_an_output_that_is_still_to_come() -> None:
     from vllm.v1.outputs import (
         EMPTY_MODEL_RUNNER_OUTPUT,
@@ -161,22 +172,3 @@ def test_news_go_along_with_an_output_that_is_still_to_come() -> None:
     assert isinstance(empty, ModelRunnerOutput)
     assert news_of(empty).failed == [4]
     assert news_of(EMPTY_MODEL_RUNNER_OUTPUT).empty, "vLLM shares this one"
-
-
-def test_a_policy_that_asks_for_weights_is_refused_where_there_is_no_tap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from types import SimpleNamespace
-
-    from vtoken.vllm import guards
-
-    def refusals(policy: str, stages: int) -> list[str]:
-        config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
-        settings = VTokenConfig(policy=policy, budget=64)
-        return list(guards._score_refusals(config, settings))  # type: ignore[arg-type]
-
-    assert refusals("h2o", 1) == []
-    assert "--pipeline-parallel-size to 1" in refusals("h2o", 2)[0]
-    monkeypatch.setattr(guards, "_on_cpu", lambda: False)
-    assert "h2o asks for attention weights: the score tap exists for" in refusals("h2o", 1)[0]
-    assert refusals("streaming-llm", 2) == []

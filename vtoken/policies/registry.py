@@ -21,7 +21,7 @@ from vtoken.policies.sliding_window import SlidingWindow
 from vtoken.policies.streaming_llm import StreamingLLM
 
 GROUP = "vtoken.policies"
-_BUILT_IN: tuple[type[Policy], ...] = (
+BUILT_IN: tuple[type[Policy], ...] = (
     *(StreamingLLM, SlidingWindow, RandomEviction),
     *(H2O, Scissorhands, FastGen),
 )
@@ -30,7 +30,7 @@ _BUILT_IN: tuple[type[Policy], ...] = (
 @cache
 def policy_names() -> tuple[str, ...]:
     """Registered names that `find_policy` knows, built-in ones first."""
-    names = [policy.name for policy in _BUILT_IN]
+    names = [policy.name for policy in BUILT_IN]
     names += sorted(e.name for e in entry_points(group=GROUP) if e.name not in names)
     return tuple(names)
 
@@ -41,7 +41,7 @@ def find_policy(name: str) -> type[Policy]:
     Raises:
         Rejected: unknown name, or what it names does not load or is not a `Policy`.
     """
-    for policy in _BUILT_IN:
+    for policy in BUILT_IN:
         if policy.name == name:
             return policy
     if ":" in name:

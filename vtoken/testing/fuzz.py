@@ -1,7 +1,8 @@
 """The fuzzing campaign on the core: the real tables, planner, reclaimer, mover and checkers.
 
 Each episode is a seeded walk on `FakeEngine` at check level 3, in a mode, block size, pool and
-swarm of operations drawn from its seed; in the background mode copies run on a simulated device at
+swarm of operations drawn from its seed; victims are drawn, or named by real policies with drawn
+options and made-up attention weights; in the background mode copies run on a simulated device at
 the worst moment. Between steps, operations that must be rejected are tried as well. An episode is
 named by campaign seed and number, which is all a failure needs to come back; its trace and its
 script are kept besides.
@@ -16,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vtoken.errors import Rejected
+from vtoken.testing.choosing import Choosers
 from vtoken.testing.harness import FakeEngine
 from vtoken.testing.report import Finding, FuzzReport
 from vtoken.testing.script import EngineSpec, ScriptedEngine, what_broke
@@ -59,10 +61,11 @@ def _episode(
     engine = made.build(ScriptedEngine, recorded=True)
     assert isinstance(engine, ScriptedEngine)
     swarm, names, wrong = Swarm.drawn(rng), Counter[str](), list[str]()
+    choosers = Choosers(engine, rng) if swarm.policies else None
 
     def run() -> None:
         for _ in range(EPISODE_STEPS):
-            act(engine, rng, names=names, swarm=swarm)
+            act(engine, rng, names=names, swarm=swarm, choosers=choosers)
             if fault := _try_wrong_calls(engine, rng, report.rejections):
                 wrong.append(fault)
                 return

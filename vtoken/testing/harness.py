@@ -33,17 +33,17 @@ from vtoken.core import (
 )
 from vtoken.kv import KVLayout, Mover, TokenRowLayout, TransposedKeyLayout
 from vtoken.testing.device import SimulatedDevice
+from vtoken.testing.faults import ByteFault, must
 from vtoken.testing.pool import FakePool
+from vtoken.testing.scores import ScoreWatch
 from vtoken.testing.worker import (
     HEAD_DIM,
     HEADS,
     LAYERS,
     POISON,
-    ByteFault,
     FakeWorker,
     Row,
     Step,
-    must,
     numbers_of,
 )
 from vtoken.trace.format import Record
@@ -125,6 +125,7 @@ class FakeEngine:
         layout_class = TransposedKeyLayout if transposed else TokenRowLayout
         self.layout: KVLayout = layout_class([self.cache])
         self.executor = FakeWorker(self.layout, level=level, device=device, lag=lag)
+        self.scores = ScoreWatch()
         self.running: list[FakeRequest] = []
         self.waiting: list[FakeRequest] = []
         self.layouts: dict[str, StepLayout] = {}
@@ -218,6 +219,7 @@ class FakeEngine:
             step.rows.append(self._register(req_id, count, adopted.get(req_id)))
             hits = adopted.get(req_id, 0) // self.block_size
             step.fresh += step.rows[-1].new_blocks[hits:]
+        step.taps = self.scores.end_step()
         self.reclaimer.end_step(pressure=self._failed_allocations > 0)
         self.checker.end_step()
         return step
@@ -236,6 +238,11 @@ class FakeEngine:
         request.computed = end
         request.target = max(request.target, end + 1)
         watched = self.checker.watches_reads(req_id)
+        live = np.flatnonzero(table.live)
+        numbers = [request.payloads[token] for token in live.tolist()]
+        self.scores.row(
+            table, prompt_len=request.prompt_len, count=count, ids=live, numbers=numbers
+        )
         return Row(
             req_id,
             start,
@@ -244,13 +251,14 @@ class FakeEngine:
             new_blocks,
             layout,
             [request.payloads[token] for token in range(start, end)],
-            sorted(request.payloads[token] for token in np.flatnonzero(table.live).tolist()),
+            sorted(numbers),
             table.snapshot() if watched else None,
         )
 
     def execute(self, step: Step) -> None:
         """The worker's half: steps are executed in the order in which they were scheduled."""
         self.executor.execute(step)
+        self.scores.hear(self.executor.take_scores(), self.reclaimer.tables)
 
     def _evict_and_reclaim(self, request: FakeRequest) -> None:
         table = self.reclaimer.tables.get(request.req_id)
@@ -328,6 +336,7 @@ class FakeEngine:
     def verify(self) -> None:
         """The promises of a step on bytes, counts and views; checks nothing by the checkers."""
         self.executor.synchronize()
+        self.scores.hear(self.executor.take_scores(), self.reclaimer.tables)
         for request in self.running:
             if request.req_id not in self.reclaimer.tables:
                 continue

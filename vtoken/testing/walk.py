@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from vtoken.core import ReclaimMode
+from vtoken.testing.choosing import Choosers
 from vtoken.testing.harness import FakeEngine
 from vtoken.testing.script import EngineSpec
 
@@ -30,6 +31,7 @@ class Swarm:
     Attributes:
         evict, bulk, grow, finish, preempt, share: whether tokens are evicted, many at once,
             several tokens computed at once, requests ended early, pushed out, of one family.
+        policies: whether real policies say which tokens go, and not chance alone.
     """
 
     evict: bool = True
@@ -38,10 +40,11 @@ class Swarm:
     finish: bool = True
     preempt: bool = True
     share: bool = True
+    policies: bool = False
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Swarm:
-        return cls(*(rng.random() < 0.8 for _ in range(6)))
+        return cls(*(rng.random() < 0.8 for _ in range(6)), policies=rng.random() < 0.4)
 
 
 EVERYTHING = Swarm()
@@ -71,8 +74,13 @@ def act(
     *,
     names: Counter[str],
     swarm: Swarm = EVERYTHING,
+    choosers: Choosers | None = None,
 ) -> None:
-    """One round of what can happen to an engine between two steps."""
+    """One round of what can happen to an engine between two steps.
+
+    Args:
+        choosers: who says which tokens go; without, chance does.
+    """
     size = engine.block_size
     if len(engine.running) + len(engine.waiting) < MOST_REQUESTS and rng.random() < 0.4:
         names["add"] += 1
@@ -86,7 +94,11 @@ def act(
         )
     for request in list(engine.running):
         chance = rng.random()
-        if chance < 0.5:
+        if choosers is not None and chance < 0.5:
+            if victims := choosers.victims(request):
+                names["evict"] += 1
+                engine.evict(request.req_id, victims)
+        elif chance < 0.5:
             free_to_go = engine.evictable(request.req_id) if swarm.evict else []
             if free_to_go:
                 names["evict"] += 1

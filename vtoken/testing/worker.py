@@ -7,6 +7,7 @@ synchronises. Without one everything runs at once, in step order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,10 @@ from vtoken.kv import KVLayout, Mover
 from vtoken.kv.relocator import Relocator, run_now
 from vtoken.kv.streams import CopyStream, SynchronousCopyStream
 from vtoken.kv.translation import TranslationCache
+from vtoken.policies.taps import TappedStep, Taps
 from vtoken.testing.device import COMPUTE, COPY, AdversarialCopyStream, SimulatedDevice
+from vtoken.testing.faults import must
+from vtoken.testing.scores import Coming
 from vtoken_spec.order import races
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 2
@@ -31,16 +35,6 @@ _VALUES = LAYERS * 2 * HEADS * HEAD_DIM
 _OFFSETS = np.arange(_VALUES, dtype=np.int32)
 POISON = -7
 _LOG_LENGTH = 400
-
-
-class ByteFault(AssertionError):
-    """What the harness sees in the cache itself is not what was promised."""
-
-
-def must(holds: bool, what: str) -> None:
-    """Raise `ByteFault` unless it holds."""
-    if not holds:
-        raise ByteFault(what)
 
 
 @dataclass
@@ -75,6 +69,7 @@ class Step:
         finished: those of them that will not come back.
         orders: what is to be done about relocation, first of all.
         fresh: blocks that are new to their request and hold nothing of it.
+        taps: rows whose attention weights are wanted.
     """
 
     gone: list[str]
@@ -82,6 +77,7 @@ class Step:
     orders: StepOrders
     fresh: list[int]
     rows: list[Row]
+    taps: Taps | None = None
 
     @property
     def changes(self) -> list[LayoutChange]:
@@ -123,6 +119,7 @@ class FakeWorker:
         self.translation = TranslationCache()
         self.gathered: dict[str, np.ndarray] = {}
         self._behind = 0
+        self._coming: deque[Coming] = deque()
 
     # ------------------------------------------------------------------ one step
 
@@ -152,15 +149,26 @@ class FakeWorker:
             slots = _long(self._new_slots(row))
             write = partial(self.layout.write, slots, _bytes_of(row.written))
             self._run(write, kind="write", owner=row.req_id, writes=slots)
+        coming = None if step.taps is None else Coming(step.taps, {})
+        if coming is not None:
+            self._coming.append(coming)
         for row in step.rows:
             slots = _long(self._slots_to_read(row))
-            attend = partial(self._attend, row, slots)
+            attend = partial(self._attend, row, slots, coming)
             self._run(attend, kind="attend", owner=row.req_id, reads=slots)
         self._behind += 1
         if self.device is not None:
             self.device.elapse()
             if self._behind >= self.lag:
                 self.synchronize()
+
+    def take_scores(self) -> list[TappedStep]:
+        """Attention weights of the steps that have been computed, each given once."""
+        found = []
+        while self._coming and self._coming[0].whole:
+            coming = self._coming.popleft()
+            found.append(TappedStep(coming.taps.number, coming.rows))
+        return found
 
     def synchronize(self) -> None:
         """The host waits for the compute stream; copies that nobody waited for may go on."""
@@ -213,9 +221,11 @@ class FakeWorker:
         for cache in self.layout.caches:
             cache[:, blocks] = POISON
 
-    def _attend(self, row: Row, slots: torch.Tensor) -> None:
-        found = sorted(numbers_of(self.layout.read(slots)))
-        must(found == row.live, f"{row.req_id}: attention reads other bytes")
+    def _attend(self, row: Row, slots: torch.Tensor, coming: Coming | None) -> None:
+        found = numbers_of(self.layout.read(slots))
+        must(sorted(found) == row.live, f"{row.req_id}: attention reads other bytes")
+        if coming is not None:
+            coming.read(row.req_id, found)
 
     def _new_slots(self, row: Row) -> np.ndarray:
         """Slots as told, which several tokens also derive from row, logical position and lag."""

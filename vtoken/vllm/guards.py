@@ -17,12 +17,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedConfiguration
-from vtoken.policies import ScoreNeed
 from vtoken.vllm.engine_errors import refusal
 from vtoken.vllm.overrides import changed_overrides
+from vtoken.vllm.score_support import no_scores_for, why_no_scores
 from vtoken.vllm.settings import settings_of
 from vtoken.vllm.version import SUPPORTED_VLLM, check_version
-from vtoken.vllm.views import NO_TAP, View, capability_of
+from vtoken.vllm.views import View, capability_of
 
 
 @dataclass(frozen=True)
@@ -204,17 +204,9 @@ def _has_page_view(config: VllmConfig) -> bool:
 
 
 def _score_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
-    """Policies that ask for attention weights need the score tap, in one process per rank."""
-    policy = settings.policy_class
-    if policy is None or policy.needs is ScoreNeed.NONE:
-        return
-    if not _on_cpu():
-        yield f"policy {settings.policy} asks for attention weights: {NO_TAP}"
-    if config.parallel_config.pipeline_parallel_size > 1:
-        yield (
-            f"policy {settings.policy} asks for attention weights, which pipeline stages would "
-            "each have a part of; set --pipeline-parallel-size to 1"
-        )
+    """Policies that ask for attention weights need the score tap; no others are looked at."""
+    if settings.needs_scores:
+        yield from filter(None, [no_scores_for(settings, why_no_scores(config))])
 
 
 def check_config(config: VllmConfig) -> None:

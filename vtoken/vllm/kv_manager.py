@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,24 @@ from vtoken.core.reclaimer import Reclaimer
 
 @dataclass(frozen=True, kw_only=True)
 class VTokenAttentionSpec(FullAttentionSpec):
-    """Full attention whose blocks are managed through a token table."""
+    """Full attention whose blocks are managed through a token table.
+
+    Attributes:
+        why_no_scores: why the model's layers have no score tap, or empty: the one way in which
+            the scheduler learns what only the worker can see.
+    """
+
+    why_no_scores: str = ""
 
     @classmethod
-    def of(cls, spec: FullAttentionSpec) -> VTokenAttentionSpec:
-        return cls(**{f.name: getattr(spec, f.name) for f in fields(spec) if f.init})
+    def of(cls, spec: FullAttentionSpec, *, why_no_scores: str = "") -> VTokenAttentionSpec:
+        values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.init}
+        return cls(**values, why_no_scores=why_no_scores)
+
+    @classmethod
+    def merge(cls, specs: list[VTokenAttentionSpec]) -> VTokenAttentionSpec:  # type: ignore[override]
+        # vLLM's own names its fields one by one.
+        return replace(super().merge(specs), why_no_scores=specs[0].why_no_scores)
 
 
 class VTokenManager(FullAttentionManager):

@@ -11,8 +11,6 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -23,37 +21,10 @@ from vllm.v1.outputs import (
 from vtoken.core.arrays import TableSnapshot
 from vtoken.core.layout import StepLayout, StepOrders
 from vtoken.errors import InvariantViolation
+from vtoken.policies.taps import TappedStep, Taps
 
 _ATTRIBUTE = "vtoken_step"
 _NEWS = "vtoken_news"
-
-
-@dataclass(frozen=True)
-class RowTap:
-    """Scores that are wanted of one row in a step.
-
-    Attributes:
-        queries: how many of the row's last query tokens are observed, at least one.
-        per_head: whether values by head are wanted as well.
-    """
-
-    queries: int
-    per_head: bool = False
-
-
-@dataclass
-class Taps:
-    """The rows of a step whose scores are wanted.
-
-    Attributes:
-        number: which one it is of those that were told, from 1.
-        rows: by request.
-        stride: 1 for all layers, n for the last of every n.
-    """
-
-    number: int
-    rows: dict[str, RowTap]
-    stride: int = 1
 
 
 @dataclass
@@ -103,33 +74,6 @@ class Sequence:
                 before=self.number,
                 after=step.number,
             )
-
-
-@dataclass
-class RowScores:
-    """Softmax weights of one row in one step, in the row's attention order, over all ranks.
-
-    Attributes:
-        values: summed over observed queries, query heads and tapped layers, float32 `[k]`.
-        per_head: the same by layer and query head, float32 `[layers * heads, k]`, or None.
-    """
-
-    values: npt.NDArray[np.float32]
-    per_head: npt.NDArray[np.float32] | None = None
-
-
-@dataclass
-class TappedStep:
-    """What a step's taps gave.
-
-    Attributes:
-        number: of the `Taps`.
-        heads: query heads of all ranks times tapped layers.
-    """
-
-    number: int
-    heads: int
-    rows: dict[str, RowScores]
 
 
 @dataclass

@@ -65,6 +65,7 @@ OVERRIDES: tuple[Override, ...] = (
         ("self", "request", "num_tokens", "retention_interval", "replay_boundaries"),
     ),
     Override(f"{_MANAGER}.pop_blocks_for_free", ("self", "request_id")),
+    Override("vllm.v1.kv_cache_interface:FullAttentionSpec.merge", ("specs",)),
     Override(f"{_SCHEDULER}.schedule", ("self", "throttle_prefills")),
     Override(
         f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")

@@ -19,7 +19,9 @@ from vtoken.config import VTokenConfig
 from vtoken.core.arrays import IntArray
 from vtoken.core.request_table import RequestTable
 from vtoken.errors import InvariantViolation, PolicyError, Rejected
-from vtoken.policies import Policy, PolicyView, ScoreNeed, StepScores
+from vtoken.policies import Policy, ScoreNeed, StepScores
+from vtoken.policies.judging import Unfit, judged, view_to_ask
+from vtoken.vllm.score_support import no_scores_for
 
 logger = init_logger("vllm.vtoken.policy")
 
@@ -54,12 +56,19 @@ class PolicyHost:
         settings: the engine's configuration.
         requests: vLLM's requests by id, for what they ask for themselves; without them, every
             request is served by the settings.
+        why_no_scores: why no request can have a policy that asks for attention weights; empty if
+            they can.
     """
 
     def __init__(
-        self, settings: VTokenConfig, *, requests: Mapping[str, Request] | None = None
+        self,
+        settings: VTokenConfig,
+        *,
+        requests: Mapping[str, Request] | None = None,
+        why_no_scores: str = "",
     ) -> None:
         self.settings = settings
+        self._why_no_scores = why_no_scores
         #: policy of the requests that choose none
         self.policy_class = settings.policy_class
         #: how often a policy was asked for victims
@@ -91,6 +100,10 @@ class PolicyHost:
         if served.failed or served.policy_class is None:
             return ScoreNeed.NONE
         return served.policy_class.needs
+
+    def settings_of(self, req_id: str) -> VTokenConfig:
+        """The engine's settings, with what the request asked for itself."""
+        return self._of(req_id).settings
 
     def observe(self, req_id: str, scores: StepScores) -> None:
         """Show attention weights to the request's policy; ignored if it is gone or preempted."""
@@ -131,26 +144,18 @@ class PolicyHost:
         if served.failed or served.policy_class is None:
             return _NONE
         settings = served.settings
-        budget = settings.budget_for(table.logical_len + 1)
-        over = table.num_live + 1 - budget
-        if over <= settings.slack:
+        view = view_to_ask(
+            table.live,
+            table.num_live,
+            budget=settings.budget_for(table.logical_len + 1),
+            protection=settings,
+            num_prompt=request.num_prompt_tokens,
+        )
+        if view is None:
             return _NONE
-        newest = table.logical_len - 1
-        first, stop = settings.keep_first, newest - settings.keep_recent
-        if settings.keep_prompt:
-            first = max(first, request.num_prompt_tokens)
-        live = table.live
-        if first or stop < newest:
-            excess = min(over, int(np.count_nonzero(live[first : max(first, stop)])))
-        else:
-            excess = min(over, table.num_live - 1)
-        if excess <= 0:
-            return _NONE
-        live.flags.writeable = False  # of this view of the table, which is all that a policy gets
-        view = PolicyView(table.logical_len, live, table.num_live, excess, first, stop)
         self.calls += 1
         found = self._guarded(
-            req_id, served, lambda: _judged(self._policy(served).victims(view), view)
+            req_id, served, lambda: judged(self._policy(served).victims(view), view)
         )
         return _NONE if found is None else found
 
@@ -188,6 +193,8 @@ class PolicyHost:
             return plain
         try:
             settings = self.settings.for_request(params.extra_args)
+            if why_not := no_scores_for(settings, self._why_no_scores):
+                raise Rejected(f"this request's vtoken options: {why_not}")
         except Rejected as refused:
             # Validated at the door, but what is known there may be less than what is known here.
             plain.failed = True
@@ -216,7 +223,7 @@ class PolicyHost:
             answer = call()
         except InvariantViolation:
             raise  # never contained: whatever it concerns, it is not one request's matter
-        except _Unfit as unfit:
+        except Unfit as unfit:
             return self._fail(req_id, served, str(unfit))
         except (Exception, SystemExit) as error:
             text = " ".join(str(error).split())
@@ -263,35 +270,3 @@ class PolicyHost:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning("%s", message)
-
-
-class _Unfit(Exception):
-    """An answer that cannot be carried out; the text says what is wrong with it."""
-
-
-def _judged(answer: object, view: PolicyView) -> IntArray:
-    """A policy's answer as int32 `[n]`, once nothing in it can do harm."""
-    ids = np.asarray(answer)
-    if ids.ndim == 1 and ids.size == 0:
-        return _NONE
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise _Unfit(f"its victims are no list of token ids, but {ids.dtype} {list(ids.shape)}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < view.first or high >= view.end:
-        wrong = low if low < view.first else high
-        if not 0 <= wrong < view.num_tokens:
-            raise _Unfit(f"it named token {wrong}, and the request has {view.num_tokens}")
-        if not view.live[wrong]:
-            raise _Unfit(f"it named token {wrong}, which is dead")
-        if wrong == view.num_tokens - 1:
-            raise _Unfit(f"it named token {wrong}, which is the newest")
-        raise _Unfit(f"it named token {wrong}, which is protected")
-    alive = view.live[ids]
-    if not alive.all():
-        raise _Unfit(f"it named token {int(ids[~alive][0])}, which is dead")
-    if ids.size > 1:
-        ordered = np.sort(ids)
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if twice.size:
-            raise _Unfit(f"it named token {int(twice[0])} twice")
-    return ids.astype(np.int32)

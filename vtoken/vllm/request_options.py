@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vtoken.config import VTokenConfig
+from vtoken.errors import Rejected
 
 #: environment variable with the configuration as JSON; empty where engines of one process differ
 SETTINGS = "VTOKEN_SETTINGS"
@@ -36,10 +37,19 @@ def check_request(extra_args: Mapping[str, Any] | None) -> None:
         return
     text = os.environ.get(SETTINGS)
     if text:
-        VTokenConfig.from_mapping(json.loads(text)).for_request(extra_args)
+        _check_scores(VTokenConfig.from_mapping(json.loads(text)).for_request(extra_args))
         return
     values = dict(extra_args)
     policy = values.get("vtoken_policy")
     if isinstance(policy, str) and ":" in policy:
         values.pop("vtoken_policy")  # whether it may be loaded is the server's to say
-    _UNKNOWN.for_request(values)
+    _check_scores(_UNKNOWN.for_request(values))
+
+
+def _check_scores(asked: VTokenConfig) -> None:
+    if not asked.needs_scores:
+        return
+    from vtoken.vllm.score_support import announced, no_scores_for  # imports vLLM
+
+    if why_not := no_scores_for(asked, announced()):
+        raise Rejected(f"this request's vtoken options: {why_not}")

@@ -26,6 +26,7 @@ from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
 from vtoken.kv.streams import CopyStream, SynchronousCopyStream, ThreadCopyStream
 from vtoken.kv.translation import TranslationCache
+from vtoken.policies.taps import TappedStep, Taps
 from vtoken.vllm.backend import (
     GatherRows,
     GatherScratch,
@@ -42,11 +43,10 @@ from vtoken.vllm.metadata import (
 from vtoken.vllm.metadata import (
     StepMetadata,
     StepNews,
-    TappedStep,
-    Taps,
     metadata_of,
     tell,
 )
+from vtoken.vllm.score_support import why_no_scores_in
 from vtoken.vllm.scores import (
     CapturedTap,
     DirectTap,
@@ -143,8 +143,13 @@ class VTokenRunnerCore:
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
-        check_layers(specs, self.compilation_config.static_forward_context)
-        return {name: VTokenAttentionSpec.of(spec) for name, spec in specs.items()}
+        layers = self.compilation_config.static_forward_context
+        check_layers(specs, layers)
+        why_not = why_no_scores_in({name: layers[name] for name in specs})
+        return {
+            name: VTokenAttentionSpec.of(spec, why_no_scores=why_not)
+            for name, spec in specs.items()
+        }
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
@@ -229,7 +234,10 @@ class VTokenRunnerCore:
         step = tap.finish()
         for req_id, row in tap.rows.items():
             self.vtoken_checker.check_scores(
-                req_id, step.rows[req_id].values, queries=row.num_queries, heads=step.heads
+                req_id,
+                step.rows[req_id].values,
+                queries=row.num_queries,
+                heads=step.rows[req_id].heads,
             )
         self._vtoken_scores.append(step)
 
@@ -359,9 +367,11 @@ class VTokenRunnerCore:
         why_not = capability_of(self._vtoken_backend).why_no_scores
         if why_not:
             raise UnsupportedConfiguration(why_not)
-        names = tapped_layers(list(self._vtoken_layers), taps.stride)
-        layers = {name: self._tapped_layer(name) for name in names}
-        heads = layers[names[0]].num_heads
+        names = list(self._vtoken_layers)
+        by_stride = {tap.stride: tapped_layers(names, tap.stride) for tap in taps.rows.values()}
+        wanted = set().union(*by_stride.values())
+        layers = {name: self._tapped_layer(name) for name in names if name in wanted}
+        heads = next(iter(layers.values())).num_heads  # the same in all; see `score_support.py`
         batch = prepared.batch
         places = {req_id: row for row, req_id in enumerate(batch.req_ids)}
         rows = {
@@ -370,7 +380,7 @@ class VTokenRunnerCore:
                 batch.chunk(places[req_id]),
                 self._read_slots(prepared, places[req_id]),
                 self.vtoken_layout.block_size,
-                layers=len(names),
+                layers=len(by_stride[tap.stride]),
                 heads=heads,
             )
             for req_id, tap in taps.rows.items()
@@ -379,10 +389,10 @@ class VTokenRunnerCore:
             most = self.vllm_config.scheduler_config.max_num_batched_tokens
             if self._vtoken_queries is None:
                 self._vtoken_queries = QueryBuffers(most)
-            self._vtoken_tap = CapturedTap(taps, rows, layers, buffers=self._vtoken_queries)
+            self._vtoken_tap = CapturedTap(taps, rows, layers, names, buffers=self._vtoken_queries)
         else:
-            self._vtoken_tap = DirectTap(taps, rows, layers)
-        for own in {id(metadata[name]): metadata[name] for name in names}.values():
+            self._vtoken_tap = DirectTap(taps, rows, layers, names)
+        for own in {id(metadata[name]): metadata[name] for name in layers}.values():
             attach_tap(own, self._vtoken_tap)
 
     def _tapped_layer(self, name: str) -> TappedLayer:

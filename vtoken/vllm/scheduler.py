@@ -26,13 +26,14 @@ from vtoken.core.observer import Observer, Observers
 from vtoken.core.reclaimer import Reclaimer
 from vtoken.errors import PolicyError, Rejected
 from vtoken.policies import Policy, ScoreNeed
+from vtoken.policies.ledger import ScoreLedger
 from vtoken.trace import Recorder
-from vtoken.vllm.guards import check_engine, check_pool
+from vtoken.vllm.guards import check_engine, check_pool, refuse
 from vtoken.vllm.kv_manager import VTokenManager
 from vtoken.vllm.metadata import Sequence, StepMetadata, attach, news_of
 from vtoken.vllm.policy_host import PolicyHost
 from vtoken.vllm.pool import EngineView
-from vtoken.vllm.score_ledger import ScoreLedger
+from vtoken.vllm.score_support import no_scores_for, why_no_scores
 from vtoken.vllm.settings import settings_of
 
 logger = init_logger("vllm.vtoken.scheduler")
@@ -68,6 +69,7 @@ class VTokenSchedulerMixin:
         group = self.kv_cache_manager.kv_cache_config.kv_cache_groups[0]
         page = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
         self._token_bytes: int = page // manager.block_size
+        self._why_no_scores: str = why_no_scores(vllm_config) or group.kv_cache_spec.why_no_scores
         self._stopped: list[tuple[Request, PolicyError]] = []
         self.vtoken_scores = ScoreLedger()
         self.vtoken_configure(settings)
@@ -77,9 +79,12 @@ class VTokenSchedulerMixin:
 
         Raises:
             Rejected: requests are being served with the present one.
+            UnsupportedConfiguration: its policy asks for attention weights, and there are none.
         """
         if self.requests:
             raise Rejected(f"{len(self.requests)} requests are being served; drain them first")
+        if why_not := no_scores_for(settings, self._why_no_scores):
+            raise refuse(f"vToken cannot serve this: {why_not}")
         manager = self.vtoken_manager
         self.vtoken_config = settings
         self._vtoken_sequence = Sequence()
@@ -110,7 +115,9 @@ class VTokenSchedulerMixin:
         self.vtoken.observer = (
             Observers(*observers) if len(observers) > 1 else next(iter(observers), None)
         )
-        self.vtoken_policies = PolicyHost(settings, requests=self.requests)
+        self.vtoken_policies = PolicyHost(
+            settings, requests=self.requests, why_no_scores=self._why_no_scores
+        )
 
     @property
     def _policy_class(self) -> type[Policy] | None:
@@ -243,7 +250,8 @@ class VTokenSchedulerMixin:
                 # A context that is computed anew counts as a prompt, like its first time.
                 prompt = count > 1 or total <= request.num_prompt_tokens
                 table = reclaimer.tables[req_id]
-                self.vtoken_scores.row(table, need, count=count, prompt=prompt)
+                own = self.vtoken_policies.settings_of(req_id)
+                self.vtoken_scores.row(table, need, count=count, prompt=prompt, settings=own)
         step.taps = self.vtoken_scores.end_step()
         reclaimer.end_step(pressure=manager.starved)
         checker.end_step()

@@ -22,7 +22,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vtoken.errors import InvariantViolation
 from vtoken.kv.scores import HostKeys, ScoredRow, fast_row, keys_of, plain_row
-from vtoken.vllm.metadata import RowScores, RowTap, TappedStep, Taps
+from vtoken.policies.taps import RowScores, RowTap, TappedStep, Taps
 
 _TAP = "vtoken_tap"
 
@@ -70,27 +70,40 @@ class StepTap(ABC):
     Args:
         taps: what the scheduler wants.
         rows: the same requests' rows.
-        layers: the tapped layers by name, in the model's order.
+        layers: by name, in the model's order, those that some row is tapped in.
+        names: of all layers, in the model's order.
     """
 
     def __init__(
-        self, taps: Taps, rows: dict[str, ScoredRow], layers: Mapping[str, TappedLayer]
+        self,
+        taps: Taps,
+        rows: dict[str, ScoredRow],
+        layers: Mapping[str, TappedLayer],
+        names: Sequence[str],
     ) -> None:
         self._taps = taps
         self.rows = rows
         self.layers = dict(layers)
-        self._index = {name: index for index, name in enumerate(layers)}
         self._handed: set[str] = set()
+        #: by layer: the rows that are tapped in it, and the layer's place among a row's
+        self._readers: dict[str, list[tuple[ScoredRow, int]]] = {name: [] for name in layers}
+        #: by request: query heads of this rank, over its layers
+        self._heads: dict[str, int] = {}
+        for req_id, row in rows.items():
+            own = tapped_layers(names, taps.rows[req_id].stride)
+            self._heads[req_id] = sum(self.layers[name].num_heads for name in own)
+            for index, name in enumerate(own):
+                self._readers[name].append((row, index))
 
     def hand_over(self, name: str, query: torch.Tensor) -> None:
         """A layer's query after rotary embedding, `[tokens, heads, head_dim]`; the only place
         where the tap is given one. Layers that are not tapped are passed over."""
         if name in self.layers:
             self._handed.add(name)
-            self._take(name, self._index[name], query)
+            self._take(name, query)
 
     @abstractmethod
-    def _take(self, name: str, index: int, query: torch.Tensor) -> None: ...
+    def _take(self, name: str, query: torch.Tensor) -> None: ...
 
     @abstractmethod
     def _complete(self) -> None:
@@ -111,21 +124,27 @@ class StepTap(ABC):
             )
         self._complete()
         ranks = get_tp_group().world_size
-        own = sum(layer.num_heads for layer in self.layers.values())
         _sum_over_ranks(self.rows.values())
         found = {
-            req_id: RowScores(row.values, None if row.all_heads is None else _flat(row.all_heads))
+            req_id: RowScores(
+                row.values,
+                self._heads[req_id] * ranks,
+                None if row.all_heads is None else _flat(row.all_heads),
+            )
             for req_id, row in self.rows.items()
         }
-        return TappedStep(self._taps.number, own * ranks, found)
+        return TappedStep(self._taps.number, found)
+
+    def _score(self, name: str, query: torch.Tensor) -> None:
+        for row, index in self._readers[name]:
+            self.layers[name].score(row, index, query)
 
 
 class DirectTap(StepTap):
     """Uses each query at once."""
 
-    def _take(self, name: str, index: int, query: torch.Tensor) -> None:
-        for row in self.rows.values():
-            self.layers[name].score(row, index, query)
+    def _take(self, name: str, query: torch.Tensor) -> None:
+        self._score(name, query)
 
     def _complete(self) -> None:
         return
@@ -161,15 +180,14 @@ class CapturedTap(StepTap):
         self._buffers = buffers
         self._copies: list[tuple[str, torch.Tensor]] = []
 
-    def _take(self, name: str, index: int, query: torch.Tensor) -> None:
+    def _take(self, name: str, query: torch.Tensor) -> None:
         buffer = self._buffers.of(name, query)
         buffer[: len(query)].copy_(query)
         self._copies.append((name, buffer))
 
     def _complete(self) -> None:
         for name, query in self._copies:
-            for row in self.rows.values():
-                self.layers[name].score(row, self._index[name], query)
+            self._score(name, query)
 
 
 def attach_tap(metadata: Any, tap: StepTap) -> None:
@@ -195,7 +213,7 @@ def scored_row(
     Args:
         chunk: the row's query tokens in the batch.
         slots: its live slots in attention order, int `[k]`.
-        layers: tapped layers.
+        layers: how many are tapped for this row.
         heads: query heads of one rank.
     """
     observed = slice(max(chunk.start, chunk.stop - tap.queries), chunk.stop)

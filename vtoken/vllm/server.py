@@ -35,6 +35,7 @@ from vtoken.options import check_model_folder, reason_of
 from vtoken.vllm.enable import cpu_defaults, engine_kwargs
 from vtoken.vllm.engine_errors import Mailbox, vtoken_error_in
 from vtoken.vllm.guards import check_config
+from vtoken.vllm.score_support import announce_no_scores, why_no_scores
 from vtoken.vllm.settings import KEY
 
 EMBEDDED_NAME = "smollm2"
@@ -127,7 +128,9 @@ def serve_forever(args: argparse.Namespace) -> None:
         handler.addFilter(_without_echo)
     try:
         # Built once for the guards, so that a refusal is one line; the server builds its own.
-        check_config(AsyncEngineArgs.from_cli_args(args).create_engine_config())
+        settled = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        check_config(settled)
+        announce_no_scores(why_no_scores(settled))
     except VTokenError:
         raise
     except Exception as error:

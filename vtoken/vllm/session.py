@@ -63,6 +63,7 @@ class Session:
 
         from vtoken.vllm.enable import cpu_defaults, engine_kwargs
         from vtoken.vllm.guards import check_config
+        from vtoken.vllm.score_support import announce_no_scores, why_no_scores
 
         args = {**cpu_defaults(), **{k: v for k, v in engine.items() if v is not None}}
         args |= {**engine_kwargs(config), "model": str(model)}
@@ -72,7 +73,9 @@ class Session:
         try:
             # The guards run on vLLM's finished configuration before weights are loaded, so a
             # refusal is one line and not an engine's stack trace.
-            check_config(EngineArgs(**args).create_engine_config())
+            settled = EngineArgs(**args).create_engine_config()
+            check_config(settled)
+            announce_no_scores(why_no_scores(settled))
             self.llm = LLM(**args)
         except Exception as error:
             known = vtoken_error_in(error)

@@ -15,12 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
-from vtoken.config import VTokenConfig
 from vtoken.core.arrays import IntArray
 from vtoken.core.request_table import RequestTable
 from vtoken.errors import InvariantViolation
 from vtoken.policies.scores import ScoreNeed, StepScores
-from vtoken.vllm.metadata import RowTap, TappedStep, Taps
+from vtoken.policies.taps import RowTap, ScoreOptions, ScoreSettings, TappedStep, Taps
 
 
 class Tables(Protocol):
@@ -65,18 +64,23 @@ class ScoreLedger:
         self._step: dict[str, TappedRow] = {}
         self._taps: dict[str, RowTap] = {}
         self._open: deque[tuple[int, Mapping[str, TappedRow]]] = deque()
-        self.configure(VTokenConfig())
+        self.configure(ScoreOptions())
 
-    def configure(self, settings: VTokenConfig) -> None:
+    def configure(self, settings: ScoreSettings) -> None:
         """Take a configuration; what is under way is dropped when it comes."""
-        self._exact = settings.score_mode == "exact"
-        self._stride = 1 if self._exact else settings.score_layers
-        self._every = 1 if self._exact else settings.score_every
-        self._window = settings.score_window
+        self._settings = settings
         self._open = deque((number, {}) for number, _ in self._open)
         self.dropped = 0
 
-    def row(self, table: RequestTable, need: ScoreNeed, *, count: int, prompt: bool) -> None:
+    def row(
+        self,
+        table: RequestTable,
+        need: ScoreNeed,
+        *,
+        count: int,
+        prompt: bool,
+        settings: ScoreSettings | None = None,
+    ) -> None:
         """A request is scheduled, its step's tokens are in the table.
 
         Sampled decode steps are chosen by the request's own length, so that they do not depend on
@@ -85,12 +89,18 @@ class ScoreLedger:
         Args:
             count: tokens that are computed in the step.
             prompt: whether these are of its prompt, or of a context that is computed anew.
+            settings: the request's own, if it has any.
         """
-        if need is ScoreNeed.NONE or (not prompt and table.logical_len % self._every):
+        if need is ScoreNeed.NONE:
             return
-        queries = min(count, self._window)
+        mine = settings or self._settings
+        sampled = mine.score_mode == "sampled"
+        if sampled and not prompt and table.logical_len % mine.score_every:
+            return
+        queries = min(count, mine.score_window)
         by_head = prompt and need is ScoreNeed.HEADS
-        self._taps[table.req_id] = RowTap(queries, by_head)
+        stride = mine.score_layers if sampled else 1
+        self._taps[table.req_id] = RowTap(queries, by_head, stride)
         ids = ids_in_attention_order(table)
         self._step[table.req_id] = TappedRow(table.life, ids, queries, prompt)
 
@@ -99,7 +109,7 @@ class ScoreLedger:
         if not self._taps:
             return None
         self._number += 1
-        taps = Taps(self._number, self._taps, self._stride)
+        taps = Taps(self._number, self._taps)
         self._open.append((self._number, self._step))
         self._taps, self._step = {}, {}
         return taps
@@ -139,7 +149,7 @@ class ScoreLedger:
                     token_ids=row.token_ids,
                     values=found.values,
                     queries=row.queries,
-                    heads=step.heads,
+                    heads=found.heads,
                     prompt=row.prompt,
                     per_head=found.per_head,
                 ),
