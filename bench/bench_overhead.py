@@ -32,8 +32,7 @@ def prompts_of(count: int, length: int) -> list[list[int]]:
 OWN = {
     "scheduler": ("_evict_and_reclaim", "_register_step"),
     "reclaimer": ("physical_need", "drop"),
-    "relocator": ("apply",),
-    "runner": ("_switch_layouts", "_correct_inputs", "_check_access", "_check_gathered"),
+    "runner": ("_begin_step", "_correct", "_complete"),
 }
 """vToken's own methods on a step's path. Left out: the bodies of the overrides around calls of
 vLLM's, a few attribute reads each."""
@@ -46,7 +45,6 @@ def watch(engine: Engine) -> tuple[dict[int, float], list[int]]:
     targets = {
         "scheduler": engine.scheduler,
         "reclaimer": engine.scheduler.vtoken,
-        "relocator": engine.runner.vtoken_relocator,
         "runner": engine.runner,
     }
     for owner, names in OWN.items():
@@ -58,7 +56,7 @@ def watch(engine: Engine) -> tuple[dict[int, float], list[int]]:
 def unwatch(engine: Engine) -> None:
     """Take the timing off again."""
     targets = (engine.scheduler, engine.scheduler.vtoken, engine.runner)
-    for target in (*targets, engine.runner.vtoken_relocator):
+    for target in targets:
         for names in OWN.values():
             for name in names:
                 vars(target).pop(name, None)

@@ -20,7 +20,7 @@ from support.engines import Engine
 from vtoken.models import ensure_smollm2
 from vtoken.policies import ScoreNeed
 from vtoken.policies.ledger import ScoreLedger
-from vtoken.vllm.runner import VTokenRunnerMixin
+from vtoken.vllm.runner_core import VTokenRunnerCore
 from vtoken.vllm.scores import StepTap
 
 CONTEXT, STEPS = 2000, 32
@@ -34,8 +34,8 @@ class Clock:
         self.seconds = {"tap": 0.0, "kernel": 0.0}
         for owner, name in (
             (StepTap, "hand_over"),
-            (VTokenRunnerMixin, "_attach_tap"),
-            (VTokenRunnerMixin, "_finish_tap"),
+            (VTokenRunnerCore, "_attach_tap"),
+            (VTokenRunnerCore, "_finish_tap"),
             (ScoreLedger, "row"),
             (ScoreLedger, "end_step"),
         ):

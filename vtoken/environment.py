@@ -17,7 +17,6 @@ def prepare_environment(*, quiet: bool) -> None:
         # Pinned threads on cores that other work uses make a step twenty times as long.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         # Standard output is for what the model says.
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",

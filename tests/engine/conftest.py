@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.engines import Engine, engine_on
+from support.engines import ATTENTION, Engine, engine_on
+
+collect_ignore = [] if ATTENTION == "triton" else ["test_page_view.py"]
 
 
 @pytest.fixture(scope="session")

@@ -209,8 +209,8 @@ def test_late_weights_of_a_preempted_request_are_dropped(which: str) -> None:
 def shift_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     real = engine.runner._read_slots
 
-    def wrong(req_id: str, row: int) -> np.ndarray:
-        slots = real(req_id, row).copy()
+    def wrong(prepared: Any, row: int) -> np.ndarray:
+        slots = real(prepared, row).copy()
         slots[0] += 1
         return slots
 

@@ -64,6 +64,7 @@ def check_exact(engine: Engine, recorder: Recorder, tokens: dict[str, Sequence[i
     return total
 
 
+@pytest.mark.every_runner
 def test_s01_a_request_does_not_depend_on_its_batch_neighbours(engine: Engine) -> None:
     """S01: alone and among 3 and 15 others, every request evicting each step: same output."""
     prompts = [random_prompt(20 + n, seed=n) for n in range(16)]
@@ -75,6 +76,7 @@ def test_s01_a_request_does_not_depend_on_its_batch_neighbours(engine: Engine) -
     assert outputs[2][:4] == outputs[1]
 
 
+@pytest.mark.every_runner
 def test_s04_aborting_a_request_that_a_later_step_holds(engine: Engine) -> None:
     """S04: abort while a step with the request is scheduled: nobody else's bytes change."""
     prompts = [random_prompt(100, seed=s) for s in (1, 2, 3)]
@@ -168,6 +170,7 @@ def test_s10_preempt_and_resume_readmits_every_token(engine: Engine) -> None:
     check_exact(engine, recorder, {"0": prompt + outputs["0"]})
 
 
+@pytest.mark.every_runner
 def test_s11_a_moved_batch_row_keeps_its_layout(engine: Engine) -> None:
     """S11: the middle of three requests ends after evictions, the batch condenses, a new request
     takes the row: the moved row keeps its layout, the new one starts clean."""
@@ -196,6 +199,7 @@ def test_s12_s25_token_zero_is_evicted(engine: Engine, mode: str) -> None:
     assert all(any(0 in ids for _, ids in life.evictions) for life in served.lives)
 
 
+@pytest.mark.every_runner
 def test_s18_the_policy_fires_between_the_chunks_of_a_prompt(engine: Engine) -> None:
     """S18: a prompt of 3.5 chunks: physical length never exceeds logical length; exact."""
     engine.configure(policy="random", budget=50, reclaim="eager", checks=3)
@@ -205,6 +209,7 @@ def test_s18_the_policy_fires_between_the_chunks_of_a_prompt(engine: Engine) -> 
     assert engine.compare(served).max_error <= 1e-5
 
 
+@pytest.mark.every_runner
 def test_s22_a_plan_of_a_request_that_is_preempted_in_the_same_step_is_dropped(
     engine: Engine,
 ) -> None:

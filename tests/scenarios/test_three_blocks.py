@@ -127,6 +127,7 @@ def blocks(engine: Engine, name: str) -> list[int]:
 # Fenced blocks come with plans in flight: a preemption that gives only those must not happen.
 
 
+@pytest.mark.every_runner
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("budget", [20, 60])
 def test_s05_only_as_many_are_preempted_as_have_to_be(

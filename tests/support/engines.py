@@ -15,14 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from support.exactness import Comparison, Life, Recorder, Reference, compare
+from support.interpreter import use_interpreter, use_triton_attention
 from vtoken.config import VTokenConfig
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+#: which of vLLM's model runners this process tests, "v1" or "v2"; see `interpreter.py`
+RUNNER = os.environ.get("VTOKEN_TEST_RUNNER", "v1")
+#: which attention kernels, "cpu" or "triton"
+ATTENTION = os.environ.get("VTOKEN_TEST_ATTENTION", "cpu")
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "v2"))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if RUNNER == "v2" or ATTENTION == "triton":
+    use_interpreter()
+if ATTENTION == "triton":
+    use_triton_attention()
 
-BLOCK = 32
+BLOCK = 16 if ATTENTION == "triton" else 32
 
 
 @dataclass

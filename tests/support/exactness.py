@@ -69,13 +69,31 @@ class Recorder:
 
         def compute_logits(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             logits = originals[0](hidden, *args, **kwargs)
-            batch = self.runner.input_batch
-            starts = self.runner.query_start_loc.np
-            positions = self.runner.positions
-            for row, req_id in enumerate(batch.req_ids):
-                last = int(positions[int(starts[row + 1]) - 1])
+            for row, (req_id, last) in enumerate(last_tokens()):
                 self.life(req_id).rows[last] = logits[row].detach().clone()
             return logits
+
+        def last_tokens() -> list[tuple[str, int]]:
+            """Request and position of each row's last token, in whichever runner."""
+            runner = self.runner
+            if sampled:
+                batch, starts, positions = (
+                    sampled[-1],
+                    sampled[-1].query_start_loc_np,
+                    sampled[-1].positions,
+                )
+            else:
+                batch, starts = runner.input_batch, runner.query_start_loc.np
+                positions = runner.positions
+            ends = [int(starts[row + 1]) - 1 for row in range(len(batch.req_ids))]
+            return [(i, int(positions[end])) for i, end in zip(batch.req_ids, ends, strict=True)]
+
+        #: Model Runner V2 keeps no batch between steps
+        sampled: list[Any] = []
+
+        def sample(hidden: torch.Tensor, batch: Any, *args: Any) -> Any:
+            sampled[:] = [batch]
+            return type(self.runner).sample(self.runner, hidden, batch, *args)
 
         def evict(req_id: str, ids: np.ndarray) -> None:
             at = reclaimer.tables[req_id].logical_len
@@ -101,6 +119,9 @@ class Recorder:
             shown(req_id, scores)
 
         model.compute_logits = compute_logits
+        second = hasattr(self.runner, "sample")
+        if second:
+            self.runner.sample = sample
         if host is not None:
             host.observe = observe
         if reclaimer is not None:
@@ -109,6 +130,8 @@ class Recorder:
             yield self
         finally:
             del model.compute_logits
+            if second:
+                del self.runner.sample
             if host is not None:
                 del host.observe
             if reclaimer is not None:

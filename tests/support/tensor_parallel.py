@@ -54,7 +54,7 @@ def _go_astray(worker: object) -> None:
     runner = worker.model_runner  # type: ignore[attr-defined]
     if worker.rank == 1:  # type: ignore[attr-defined]
         original = runner._fingerprint
-        runner._fingerprint = lambda num_tokens: original(num_tokens) + 1
+        runner._fingerprint = lambda batch: original(batch) + 1
 
 
 if __name__ == "__main__":

@@ -48,10 +48,11 @@ def plain(**changes: Any) -> SimpleNamespace:
             use_ubatching=False,
             worker_cls="vtoken.vllm.worker.VTokenCPUWorker",
         ),
+        attention_config=SimpleNamespace(backend=None),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
-        use_v2_model_runner=False,
         additional_config={},
     )
     for path, value in changes.items():
@@ -92,7 +93,6 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
     ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
     ({"parallel_config__use_ubatching": True}, "dual-batch overlap"),
-    ({"use_v2_model_runner": True}, "vLLM chose Model Runner V2"),
 ]
 
 
@@ -159,6 +159,37 @@ def test_holes_are_refused_where_no_view_skips_them(
         guards.check_config(config)
         return
     with pytest.raises(UnsupportedConfiguration, match=reason):
+        guards.check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("backend", "graphs", "served"),
+    [
+        ("TRITON_ATTN", "NONE", True),
+        ("TRITON_ATTN", "PIECEWISE", True),
+        ("TRITON_ATTN", "FULL_DECODE_ONLY", False),
+        ("TRITON_ATTN", None, False),
+        ("FLASH_ATTN", "NONE", False),
+    ],
+)
+def test_the_page_view_serves_holes_where_it_can_be_chosen_in_each_step(
+    monkeypatch: pytest.MonkeyPatch, backend: str, graphs: str | None, served: bool
+) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vtoken.vllm import guards
+
+    monkeypatch.setattr(guards, "_on_cpu", lambda: False)
+    config = plain(
+        additional_config={"vtoken": {"policy": "random", "budget": 64, "reclaim": "background"}},
+        attention_config__backend=AttentionBackendEnum[backend],
+        compilation_config__cudagraph_mode=graphs and CUDAGraphMode[graphs],
+    )
+    if served:
+        guards.check_config(config)
+        return
+    with pytest.raises(UnsupportedConfiguration, match="--attention-backend TRITON_ATTN and"):
         guards.check_config(config)
 
 

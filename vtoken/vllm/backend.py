@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vtoken.errors import UnsupportedConfiguration
 from vtoken.kv import KVLayout, TransposedKeyLayout
 from vtoken.vllm.scores import tap_of
+from vtoken.vllm.views import capability_of
 
 _GATHER = "vtoken_gather"
 
@@ -92,24 +93,38 @@ class VTokenCPUAttentionImpl(CPUAttentionBackendImpl):
         return output
 
 
-def adopt_attention(layers: Sequence[Any]) -> None:
-    """Give attention layers of vLLM's CPU backend the gather view.
+def adopt_attention(layers: Sequence[Any], backend: str) -> None:
+    """Give attention layers the view for rows with holes, where their backend has one.
 
     The finished objects change their class, which adds behaviour and no state. Registering a
     backend instead would miss layers when another engine of this process made vLLM remember
     its own choice, and would reach into engines that have nothing to do with vToken.
 
+    Args:
+        backend: vLLM's name of it.
+
     Raises:
-        UnsupportedConfiguration: a layer's attention is not vLLM's CPU implementation.
+        UnsupportedConfiguration: a layer's attention is not what the backend's name says.
     """
+    if capability_of(backend).with_holes is None:
+        return
+    stock, ours = _adopted(backend)
     for layer in layers:
-        if type(layer.impl) is CPUAttentionBackendImpl:
-            layer.impl.__class__ = VTokenCPUAttentionImpl
-        elif type(layer.impl) is not VTokenCPUAttentionImpl:
+        if type(layer.impl) is stock:
+            layer.impl.__class__ = ours
+        elif type(layer.impl) is not ours:
             raise UnsupportedConfiguration(
                 f"attention is {type(layer.impl).__name__}, which vToken has no view for; "
-                "use vLLM's CPU_ATTN backend"
+                f"use vLLM's own {backend} backend"
             )
+
+
+def _adopted(backend: str) -> tuple[type, type]:
+    if backend == "CPU_ATTN":
+        return CPUAttentionBackendImpl, VTokenCPUAttentionImpl
+    from vtoken.vllm.pages import TritonAttentionImpl, VTokenTritonAttentionImpl
+
+    return TritonAttentionImpl, VTokenTritonAttentionImpl
 
 
 class GatherScratch:

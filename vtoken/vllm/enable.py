@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from vtoken.config import VTokenConfig
@@ -30,8 +29,6 @@ def engine_kwargs(
         Rejected: an option is unknown or out of range.
     """
     settings = config or VTokenConfig.from_mapping(options)
-    # vLLM's default runner on GPUs is V2, which the guards refuse; unset means "vLLM decides".
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     cpu = _on_cpu() if platform is None else platform == "cpu"
     kwargs: dict[str, Any] = {
         # CPU engines run synchronously; on GPUs a plain Scheduler subclass would switch

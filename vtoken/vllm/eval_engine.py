@@ -56,8 +56,10 @@ class EvalEngine:
         self._names = 0
 
     @property
-    def block_size(self) -> int:
-        return int(self.session.report()["block_size"])
+    def share_unit(self) -> int:
+        """See `vtoken.evaluation.requests.may_share`."""
+        block = int(self.session.report()["block_size"])
+        return block if self.session.config.score_window <= block else 0
 
     @property
     def opening(self) -> list[int]:

@@ -22,6 +22,7 @@ from vtoken.vllm.overrides import changed_overrides
 from vtoken.vllm.score_support import no_scores_for, why_no_scores
 from vtoken.vllm.settings import settings_of
 from vtoken.vllm.version import SUPPORTED_VLLM, check_version
+from vtoken.vllm.views import View, capability_of
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "dual-batch overlap splits a step's metadata in a way that vToken does not follow",
         "leave out --enable-dbo and --ubatch-size",
     ),
-    Refusal(
-        lambda c: bool(c.use_v2_model_runner),
-        "vLLM chose Model Runner V2, whose inputs vToken does not adapt",
-        "set the environment variable VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
 )
 
 
@@ -177,19 +173,34 @@ def _on_cpu() -> bool:
 
 
 def _view_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
-    """Holes before the physical end need the gather view, which exists for CPU attention."""
-    if _on_cpu() or settings.policy == "none":
+    """Holes before the physical end need a view that skips them: the gather view of CPU attention,
+    or the page-1 view, which a full CUDA graph could not be given for some steps only."""
+    if _on_cpu() or settings.policy == "none" or _has_page_view(config):
         return
+    pages = f"or start with {_PAGE_VIEW}, which give it one"
     if settings.reclaim != "eager":
         yield (
             f"reclaim mode {settings.reclaim!r} leaves holes in front of attention, and this "
-            "backend has no view that skips them; use --reclaim eager"
+            f"backend has no view that skips them; use --reclaim eager, {pages}"
         )
     elif config.cache_config.enable_prefix_caching:
         yield (
             "with prefix caching a shared block may keep holes in front of attention, and this "
-            "backend has no view that skips them; start with --no-enable-prefix-caching"
+            "backend has no view that skips them; start with --no-enable-prefix-caching, "
+            f"{pages}"
         )
+
+
+_PAGE_VIEW = "--attention-backend TRITON_ATTN and --enforce-eager"
+
+
+def _has_page_view(config: VllmConfig) -> bool:
+    """The backend has to be named: which one vLLM would choose is not known yet."""
+    named = config.attention_config.backend
+    if named is None or capability_of(named.name).with_holes is not View.PAGE_1:
+        return False
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and not mode.has_full_cudagraphs()
 
 
 def _score_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:

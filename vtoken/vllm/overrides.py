@@ -38,6 +38,7 @@ class Override:
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 
 OVERRIDES: tuple[Override, ...] = (
@@ -98,8 +99,51 @@ OVERRIDES: tuple[Override, ...] = (
             "slot_mappings",
         ),
     ),
+    Override(f"{_RUNNER_V2}.get_kv_cache_spec", ("self",)),
+    Override(
+        f"{_RUNNER_V2}.initialize_kv_cache",
+        ("self", "kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    ),
+    Override(f"{_RUNNER_V2}.load_model", ("self", "load_dummy_weights", "args", "model", "kwargs")),
+    Override(f"{_RUNNER_V2}.finish_requests", ("self", "scheduler_output")),
+    Override(f"{_RUNNER_V2}.prepare_attn", ("self", "input_batch")),
+    Override(f"{_RUNNER_V2}.sample_tokens", ("self", "grammar_output")),
+    Override(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+        (
+            "self",
+            "input_batch",
+            "cudagraph_mode",
+            "block_tables",
+            "slot_mappings",
+            "attn_groups",
+            "kv_cache_config",
+            "for_capture",
+            "ubatch_idx",
+            "model_specific_attn_metadata",
+        ),
+    ),
+    Override(
+        "vllm.v1.worker.gpu.block_table:BlockTables.append_block_ids",
+        ("self", "req_index", "new_block_ids", "overwrite"),
+    ),
     Override(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward",
+        (
+            "self",
+            "layer",
+            "query",
+            "key",
+            "value",
+            "kv_cache",
+            "attn_metadata",
+            "output",
+            "output_scale",
+            "output_block_scale",
+        ),
+    ),
+    Override(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl.forward",
         (
             "self",
             "layer",

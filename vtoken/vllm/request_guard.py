@@ -13,13 +13,15 @@ import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from vtoken.errors import Rejected
 from vtoken.vllm.request_options import check_request
 
 
-class RequestGuard(LogitsProcessor):
-    """Validates requests at admission; installed whenever a policy is."""
+class RequestGuard(LogitsProcessor, LogitsProcessorV2):
+    """Validates requests at admission; installed whenever a policy is. Each of vLLM's model
+    runners has an interface of its own; this is a processor of both."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -34,11 +36,14 @@ class RequestGuard(LogitsProcessor):
         except Rejected as refused:
             raise VLLMValidationError(refused.reason) from None
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        del vllm_config, device, is_pin_memory  # keeps no state
+    def __init__(self, *_: Any) -> None:
+        """Keeps no state."""
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
         return logits
+
+    def add_request(self, *_: Any) -> bool:
+        return False
 
     def is_argmax_invariant(self) -> bool:
         return True

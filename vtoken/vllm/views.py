@@ -62,7 +62,7 @@ CAPABILITIES: Mapping[str, Capability] = MappingProxyType(
             MappingProxyType({View.PAGE_1: "its kernels need blocks of 32 tokens"}),
             why_no_scores="",
         ),
-        "TRITON_ATTN": Capability(None, _off(_CPU_ONLY, _UNTESTED)),
+        "TRITON_ATTN": Capability(View.PAGE_1, MappingProxyType({View.GATHER: _CPU_ONLY})),
         "FLASH_ATTN": Capability(
             None, _off(_CPU_ONLY, f"FA2 has no such pages; of FA3 {_UNTESTED}")
         ),

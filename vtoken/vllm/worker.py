@@ -48,12 +48,24 @@ class VTokenCPUWorker(VTokenWorkerMixin, CPUWorker):
         super().init_device()
         # The CPU worker has no factory for its runner; the subclass adds methods only, so
         # the class of the finished object can be changed.
-        assert type(self.model_runner) is CPUModelRunner
-        self.model_runner.__class__ = VTokenCPUModelRunner
+        if self.use_v2_model_runner:
+            from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
+
+            from vtoken.vllm.runner_v2 import VTokenCPUModelRunnerV2
+
+            assert type(self.model_runner) is CPUModelRunnerV2
+            self.model_runner.__class__ = VTokenCPUModelRunnerV2
+        else:
+            assert type(self.model_runner) is CPUModelRunner
+            self.model_runner.__class__ = VTokenCPUModelRunner
 
 
 class VTokenGPUWorker(VTokenWorkerMixin, Worker):
     """vLLM's GPU worker with vToken."""
 
-    def _make_model_runner(self) -> VTokenGPUModelRunner:
+    def _make_model_runner(self) -> Any:
+        if self.use_v2_model_runner:
+            from vtoken.vllm.runner_v2 import VTokenGPUModelRunnerV2
+
+            return VTokenGPUModelRunnerV2(self.vllm_config, self.device)
         return VTokenGPUModelRunner(self.vllm_config, self.device)

@@ -1,0 +1,128 @@
+"""The page-1 view, end to end on vLLM's Triton attention: GPU layout, blocks of 16 tokens.
+
+The kernels run in Triton's interpreter (`support/interpreter.py`), so this file is collected only
+with `VTOKEN_TEST_ATTENTION=triton`, in a process of its own, as `make test` does. One layer and few
+tokens, since a step takes about half a second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.engines import BLOCK, Engine, Served
+from support.exactness import Comparison
+from vtoken.models import ensure_tiny_llama
+from vtoken.vllm.pages import PageTables, VTokenTritonAttentionImpl
+
+pytestmark = pytest.mark.engine
+
+ABSOLUTE, CONTROL = 1e-5, 0.1
+RUNNERS = ("v1", "v2")
+MODES: dict[str, dict[str, Any]] = {
+    "off": {},
+    "eager": {},
+    "background": {"threshold": 0.2, "commit_delay": 2},
+}
+
+
+@cache
+def engine_with(runner: str) -> Engine:
+    from vllm import envs
+
+    envs.disable_envs_cache()
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
+    return Engine(ensure_tiny_llama(layers=1), blocks=64, chunk=48, max_model_len=128)
+
+
+@pytest.fixture(params=RUNNERS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    found = engine_with(request.param)
+    free = found.free
+    yield found
+    assert not found.scheduler.requests
+    assert found.free == free, "blocks leaked"
+
+
+def runner_of(engine: Engine) -> str:
+    """By vLLM's own class, whatever was asked for."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+
+    return "v2" if isinstance(engine.runner, V2) else "v1"
+
+
+@cache
+def served_by(runner: str, mode: str) -> tuple[Served, Comparison, list[int]]:
+    """Six requests that lose random tokens in every step; also, per step in which the page-1
+    view was used, how many rows had holes."""
+    engine = engine_with(runner)
+    assert runner_of(engine) == runner
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(3, 259, n).tolist() for n in (20, 33, 40, 25, 18, 30)]
+    engine.configure(policy="random", budget=20, reclaim=mode, checks=3, seed=5, **MODES[mode])
+    rows: list[int] = []
+    fill = PageTables.fill
+
+    def noting(self: PageTables, metadata: object, holes: list[object]) -> object:
+        rows.append(len(holes))
+        return fill(self, metadata, holes)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PageTables, "fill", noting)
+        served = engine.serve(prompts, 11)
+    return served, engine.compare(served), rows
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_equal_the_masked_reference(engine: Engine, mode: str) -> None:
+    runner = runner_of(engine)
+    served, found, _ = served_by(runner, mode)
+    assert served.report["tokens"]["evicted"] > 80
+    assert found.rows_after_eviction > 50
+    assert found.max_error <= ABSOLUTE
+    assert found.wrong_tokens == 0
+    assert found.max_control > CONTROL, "the control without the mask must differ"
+
+
+def test_the_kernel_and_the_layout_are_those_of_a_gpu(engine: Engine) -> None:
+    runner = engine.runner
+    for layer in runner._vtoken_layers.values():
+        assert type(layer.impl) is VTokenTritonAttentionImpl
+        assert layer.kv_cache.shape[2] == BLOCK == 16
+        assert layer.kv_cache.stride(3) == 1, "K and V of a token lie in rows"
+    assert runner._vtoken_backend == "TRITON_ATTN"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_both_views_were_in_use_over_more_than_a_hundred_and_fifty_rows(runner: str) -> None:
+    total = Comparison()
+    for mode in MODES:
+        _, found, rows = served_by(runner, mode)
+        total.add(found)
+        if mode == "eager":
+            assert not rows, "without holes the view is dense"
+        else:
+            assert len(rows) > 5, "holes stay for several steps"
+            assert min(rows) > 0
+    assert total.rows_after_eviction > 150
+
+
+def test_a_page_table_off_by_one_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: one live slot replaced by its neighbour."""
+    fill = PageTables.fill
+
+    def wrong(self: PageTables, metadata: object, rows: list[tuple[int, torch.Tensor]]) -> object:
+        found = fill(self, metadata, rows)
+        self.tables[rows[0][0], 0] += 1
+        return found
+
+    monkeypatch.setattr(PageTables, "fill", wrong)
+    engine.configure(policy="random", budget=20, reclaim="off", checks=1, seed=5)
+    served = engine.serve([np.random.default_rng(6).integers(3, 259, 40).tolist()], 6)
+    assert engine.compare(served).max_error > 10 * ABSOLUTE

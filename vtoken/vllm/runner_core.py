@@ -1,0 +1,388 @@
+"""What vToken does in a worker's step, whichever of vLLM's model runners is in use.
+
+Positions are never touched: they stay logical. What changes is where vLLM looks: the slot of
+each new token, the length of each sequence in slots, and the block list. `runner.py` and
+`runner_v2.py` say at which places of their runner the parts of this class are called.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vtoken.checks.worker import WorkerChecker
+from vtoken.config import VTokenConfig
+from vtoken.errors import InvariantViolation, UnsupportedConfiguration
+from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
+from vtoken.kv.layouts import KVLayout
+from vtoken.kv.relocator import Relocator
+from vtoken.kv.streams import CopyStream, SynchronousCopyStream, ThreadCopyStream
+from vtoken.kv.translation import TranslationCache
+from vtoken.policies.taps import TappedStep, Taps
+from vtoken.vllm.backend import (
+    GatherRows,
+    GatherScratch,
+    adopt_attention,
+    attach_rows,
+    gather_rows,
+)
+from vtoken.vllm.batch import Batch, PreparedStep
+from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
+from vtoken.vllm.guards import check_layers
+from vtoken.vllm.kv_manager import VTokenAttentionSpec
+from vtoken.vllm.metadata import (
+    Sequence as StepSequence,
+)
+from vtoken.vllm.metadata import (
+    StepMetadata,
+    StepNews,
+    metadata_of,
+    tell,
+)
+from vtoken.vllm.score_support import why_no_scores_in
+from vtoken.vllm.scores import (
+    CapturedTap,
+    DirectTap,
+    QueryBuffers,
+    StepTap,
+    TappedLayer,
+    attach_tap,
+    scored_row,
+    tapped_layers,
+)
+from vtoken.vllm.settings import settings_of
+from vtoken.vllm.views import View, capability_of, view_of
+
+if TYPE_CHECKING:
+    from vtoken.vllm.pages import PageRows, PageTables
+
+NO_STEP = StepMetadata()
+
+
+class VTokenRunnerCore:
+    """Base of the mixins, themselves mixed in before a runner class of vLLM.
+
+    Not an `ABC`: a finished runner could not change its class to one that is.
+    """
+
+    # Provided by vLLM's runner, named here for readers and type checkers.
+    vllm_config: Any
+    kv_cache_config: Any
+    compilation_config: Any
+    attn_groups: Any
+    device: torch.device
+
+    vtoken_step: StepMetadata = NO_STEP
+    vtoken_relocator: Relocator
+    vtoken_stream: CopyStream | None = None
+    vtoken_layout: KVLayout
+    vtoken_checker: WorkerChecker
+    vtoken_translation: TranslationCache
+    #: whether the score tap copies q in the layers and computes after them (full CUDA graphs)
+    vtoken_captures: bool = False
+    _vtoken_gathered: tuple[GatherRows | PageRows, ...] = ()
+    _vtoken_tap: StepTap | None = None
+    #: scores that no output has taken along yet
+    _vtoken_scores: list[TappedStep]
+
+    # ---- start
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        layers = self.compilation_config.static_forward_context
+        check_layers(specs, layers)
+        why_not = why_no_scores_in({name: layers[name] for name in specs})
+        return {
+            name: VTokenAttentionSpec.of(spec, why_no_scores=why_not)
+            for name, spec in specs.items()
+        }
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        names = self.kv_cache_config.kv_cache_groups[0].layer_names
+        layers = [self.compilation_config.static_forward_context[name] for name in names]
+        self._vtoken_backend = self.attn_groups[0][0].backend.get_name()
+        adopt_attention(layers, self._vtoken_backend)
+        transposed = self._vtoken_backend == "CPU_ATTN"
+        layout_class = TransposedKeyLayout if transposed else TokenRowLayout
+        self.vtoken_layout = layout_class(stack_layers([layer.kv_cache for layer in layers]))
+
+        def write(index: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+            layer = layers[index]
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
+
+        last = self.kv_cache_config.num_blocks - 1
+        probe_layout(self.vtoken_layout, write, (last - 1, last))
+        self._vtoken_scratch = GatherScratch(self.vtoken_layout)
+        self._vtoken_pages: PageTables | None = None
+        self._vtoken_layers = dict(zip(names, layers, strict=True))
+        self._vtoken_tapped: dict[str, TappedLayer] = {}
+        self._vtoken_queries: QueryBuffers | None = None
+        self.vtoken_configure(settings_of(self.vllm_config))
+
+    def vtoken_configure(self, settings: VTokenConfig) -> None:
+        """Take a configuration from the next step on; all counters start anew."""
+        if self.vtoken_stream is not None:
+            self.vtoken_stream.close()
+        beside = settings.reclaim == "background" and not settings.force_sync
+        self.vtoken_stream = ThreadCopyStream() if beside else SynchronousCopyStream()
+        self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=settings.checks)
+        watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
+        self.vtoken_translation = TranslationCache(self.device)
+        self._vtoken_sequence = StepSequence()
+        self._vtoken_tap, self._vtoken_scores = None, []
+        mover = Mover(self.vtoken_layout)
+        self.vtoken_relocator = Relocator(mover, self.vtoken_stream, watch=watch)
+
+    # ---- each step
+
+    @abstractmethod
+    def _set_blocks(self, req_id: str, blocks: Sequence[int]) -> None:
+        """Replace a request's block list, before the step's new blocks are appended to it."""
+
+    def _begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Before the runner looks at the step: it zeroes new blocks first thing, and a block
+        freed by a plan of this step may be among them; and it appends new blocks to the lists
+        corrected here."""
+        self._check_gathered()
+        step = metadata_of(scheduler_output)
+        if step is not None:
+            self._vtoken_sequence.expect(step)
+        self.vtoken_step = step or NO_STEP
+        for req_id in scheduler_output.finished_req_ids:
+            self.vtoken_checker.forget(req_id)
+            self.vtoken_translation.forget(req_id)
+        orders = self.vtoken_step.orders
+        if not orders.empty:
+            self.vtoken_relocator.apply(orders)
+            # V2 writes all lists of a step at once, in no order: one each, and none of a request
+            # whose place another one may take over in this step.
+            gone = scheduler_output.preempted_req_ids or ()
+            lists = {change.req_id: change.blocks for change in orders.changes}
+            for req_id, blocks in lists.items():
+                if req_id not in gone:
+                    self._set_blocks(req_id, blocks)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        self._finish_tap()
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(output, ModelRunnerOutput | AsyncModelRunnerOutput):
+            scores, self._vtoken_scores = self._vtoken_scores, []
+            news = StepNews(self.vtoken_relocator.take_failed(), scores)
+            if not news.empty:
+                output = tell(output, news)
+        return output
+
+    def _finish_tap(self) -> None:
+        tap, self._vtoken_tap = self._vtoken_tap, None
+        if tap is None:
+            return
+        step = tap.finish()
+        for req_id, row in tap.rows.items():
+            self.vtoken_checker.check_scores(
+                req_id,
+                step.rows[req_id].values,
+                queries=row.num_queries,
+                heads=step.rows[req_id].heads,
+            )
+        self._vtoken_scores.append(step)
+
+    def _correct(self, batch: Batch) -> PreparedStep:
+        """Lengths in slots and slots of new tokens, for rows that differ from vLLM's layout."""
+        rows: dict[str, torch.Tensor] = {}
+        if self.vtoken_step.layouts:
+            rows = self._correct_rows(batch)
+        if self.vtoken_checker.level >= 2 and self.vtoken_step is not NO_STEP:
+            compare_ranks(self._fingerprint(batch))
+        if self.vtoken_step.expected:
+            self._check_access(batch, rows)
+        return PreparedStep(batch, rows)
+
+    def _correct_rows(self, batch: Batch) -> dict[str, torch.Tensor]:
+        lag = np.zeros(len(batch.req_ids), dtype=np.int32)
+        rows: dict[str, torch.Tensor] = {}
+        tokens: list[int] = []
+        slots: list[np.ndarray] = []
+        dense: list[tuple[int, int]] = []
+        for row, req_id in enumerate(batch.req_ids):
+            layout = self.vtoken_step.layouts.get(req_id)
+            if layout is None:
+                continue
+            lag[row] = layout.reclaimed
+            chunk = batch.chunk(row)
+            count = chunk.stop - chunk.start
+            if view_of(self._vtoken_backend, holes=layout.holes) is not View.DENSE:
+                rows[req_id] = self.vtoken_translation.take(req_id, layout, count)
+            tokens.extend(range(chunk.start, chunk.stop))
+            # A new request's adopted tokens come first and are not computed in this step.
+            slots.append(layout.new_slots[-count:])
+            if not layout.holes:
+                dense.append((row, layout.num_live))
+        batch.shorten(torch.from_numpy(lag))
+        if dense and self.vtoken_checker.level:
+            places = [row for row, _ in dense]
+            self.vtoken_checker.check_lengths(
+                [batch.req_ids[row] for row in places],
+                batch.lengths[places],
+                np.array([live for _, live in dense]),
+            )
+        index = torch.tensor(tokens, device=self.device)
+        batch.slots[index] = torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(
+            self.device
+        )
+        return rows
+
+    def _fingerprint(self, batch: Batch) -> int:
+        """Of block tables, lengths and slots, as attention is about to be given them."""
+        size = self.vtoken_layout.block_size
+        used = -(-int(batch.lengths.max(initial=0)) // size)
+        tables = [batch.blocks(row, used) for row in range(len(batch.req_ids))]
+        return fingerprint_of([*tables, batch.lengths, batch.slots.cpu().numpy()])
+
+    def _check_access(self, batch: Batch, rows: Mapping[str, torch.Tensor]) -> None:
+        """Hand the checker what this step's attention was really given."""
+        slots = batch.slots.cpu().numpy()
+        positions = batch.positions.cpu().numpy()
+        lengths = batch.device_lengths()
+        for row, req_id in enumerate(batch.req_ids):
+            expected = self.vtoken_step.expected.get(req_id)
+            if expected is None:
+                continue
+            gathered = rows.get(req_id)
+            self.vtoken_checker.check_access(
+                expected,
+                block_row=batch.blocks(row),
+                seq_len=int(lengths[row]),
+                gathered=None if gathered is None else gathered.cpu().numpy(),
+                writes=slots[batch.chunk(row)],
+                query_positions=positions[batch.chunk(row)],
+            )
+
+    # ---- what a layer's metadata is given along
+
+    def _complete(self, metadata: dict[str, Any], prepared: PreparedStep) -> None:
+        """Attach the gather view and the score tap to a step's metadata, by layer name."""
+        batch = prepared.batch
+        rows = [
+            (row, prepared.rows[req_id])
+            for row, req_id in enumerate(batch.req_ids)
+            if req_id in prepared.rows
+        ]
+        if rows and capability_of(self._vtoken_backend).with_holes is View.PAGE_1:
+            self._attach_pages(metadata, rows)
+        elif rows:
+            self._attach_gather(metadata, batch, rows)
+        if self.vtoken_step.taps is not None:
+            self._attach_tap(metadata, prepared, self.vtoken_step.taps)
+
+    def _attach_gather(
+        self, metadata: dict[str, Any], batch: Batch, rows: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        done: dict[int, Any] = {}
+        for group in self.attn_groups[0]:
+            builder = group.get_metadata_builder(0)
+            for name in group.layer_names:
+                own = metadata[name]
+                if id(own) not in done:
+                    done[id(own)] = gather_rows(
+                        torch.from_numpy(batch.starts),
+                        builder,
+                        rows,
+                        self._vtoken_scratch,
+                        self.vtoken_layout.block_size,
+                    )
+                    attach_rows(own, done[id(own)])
+        self._vtoken_gathered = tuple(done.values())
+
+    def _attach_pages(self, metadata: dict[str, Any], rows: list[tuple[int, torch.Tensor]]) -> None:
+        from vtoken.vllm.pages import PageTables, attach_pages
+
+        if self._vtoken_pages is None:
+            self._vtoken_pages = PageTables(
+                {name: layer.kv_cache for name, layer in self._vtoken_layers.items()},
+                max_rows=self.vllm_config.scheduler_config.max_num_seqs,
+                max_length=self.vllm_config.model_config.max_model_len,
+            )
+        done = {}
+        for own in {id(metadata[name]): metadata[name] for name in self._vtoken_layers}.values():
+            done[id(own)] = self._vtoken_pages.fill(own, rows)
+            attach_pages(own, done[id(own)])
+        self._vtoken_gathered = tuple(done.values())
+
+    def _attach_tap(self, metadata: dict[str, Any], prepared: PreparedStep, taps: Taps) -> None:
+        why_not = capability_of(self._vtoken_backend).why_no_scores
+        if why_not:
+            raise UnsupportedConfiguration(why_not)
+        names = list(self._vtoken_layers)
+        by_stride = {tap.stride: tapped_layers(names, tap.stride) for tap in taps.rows.values()}
+        wanted = set().union(*by_stride.values())
+        layers = {name: self._tapped_layer(name) for name in names if name in wanted}
+        heads = next(iter(layers.values())).num_heads  # the same in all; see `score_support.py`
+        batch = prepared.batch
+        places = {req_id: row for row, req_id in enumerate(batch.req_ids)}
+        rows = {
+            req_id: scored_row(
+                tap,
+                batch.chunk(places[req_id]),
+                self._read_slots(prepared, places[req_id]),
+                self.vtoken_layout.block_size,
+                layers=len(by_stride[tap.stride]),
+                heads=heads,
+            )
+            for req_id, tap in taps.rows.items()
+        }
+        if self.vtoken_captures:
+            self._vtoken_tap = CapturedTap(taps, rows, layers, names, buffers=self._queries())
+        else:
+            self._vtoken_tap = DirectTap(taps, rows, layers, names)
+        self._attach_to_all({name: metadata[name] for name in layers}, self._vtoken_tap)
+
+    def _complete_dummy(self, metadata: Any) -> None:
+        """Of a run of vLLM's that is no scheduled step, but may be what is captured."""
+        if self.vtoken_captures and isinstance(metadata, dict):
+            self._attach_to_all(metadata, self._queries())
+
+    def _attach_to_all(self, metadata: dict[str, Any], tap: StepTap | QueryBuffers) -> None:
+        for own in {id(own): own for own in metadata.values()}.values():
+            attach_tap(own, tap)
+
+    def _queries(self) -> QueryBuffers:
+        if self._vtoken_queries is None:
+            most = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self._vtoken_queries = QueryBuffers(most)
+        return self._vtoken_queries
+
+    def _tapped_layer(self, name: str) -> TappedLayer:
+        if name not in self._vtoken_tapped:
+            self._vtoken_tapped[name] = TappedLayer.of(self._vtoken_layers[name])
+        return self._vtoken_tapped[name]
+
+    def _read_slots(self, prepared: PreparedStep, row: int) -> np.ndarray:
+        """Slots that attention reads for a row of the batch, in its order, int64 `[k]`."""
+        batch = prepared.batch
+        gathered = prepared.rows.get(batch.req_ids[row])
+        if gathered is not None:
+            return gathered.cpu().numpy()
+        size = self.vtoken_layout.block_size
+        length = int(batch.lengths[row])
+        blocks = batch.blocks(row, -(-length // size))
+        slots = blocks.astype(np.int64)[:, None] * size + np.arange(size)
+        return slots.ravel()[:length]
+
+    def _check_gathered(self) -> None:
+        """L6: the last step's view for holes was used by every layer, not only prepared."""
+        gathered, self._vtoken_gathered = self._vtoken_gathered, ()
+        uses = sum(rows.uses for rows in gathered)
+        if gathered and uses != self.vtoken_layout.num_layers:
+            raise InvariantViolation(
+                law="L6",
+                message="a row with holes was attended to without the view for holes",
+                before=self.vtoken_layout.num_layers,
+                after=uses,
+            )
