@@ -246,7 +246,7 @@ def _run(
             use_tqdm_on_load=verbose,
         )
         started = time.monotonic()
-        tasks = Tasks(plan, text, engine, block_size=engine.block_size)
+        tasks = Tasks(plan, text, engine)
         stages.expect({task: tasks.tokens(task) for task in plan.tasks})
         found = tasks.run(engine, stages.advance)
         engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,13 @@ def test_a_request_that_the_pool_cannot_hold_is_refused(engine: EvalEngine) -> N
     with pytest.raises(Rejected, match="holds no request of 100001 tokens; raise --kv-memory-mb"):
         serve(engine, [Request(FULL, 0, (3,) * 100_000, 1)])
     assert not engine.session.scheduler.requests
+
+
+def test_nothing_is_shared_when_policies_are_shown_more_than_a_block(engine: EvalEngine) -> None:
+    config = engine.session.config
+    assert engine.share_unit == 32
+    try:
+        engine.session.reconfigure(replace(config, score_window=33))
+        assert engine.share_unit == 0
+    finally:
+        engine.session.reconfigure(config)

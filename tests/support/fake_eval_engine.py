@@ -23,6 +23,7 @@ class FakeEngine:
     """
 
     opening: tuple[int, ...] = ()
+    share_unit = 32
 
     def __init__(self, *, naive_suffix: str = "", fails: Sequence[str] = ()) -> None:
         self._words: list[str] = []

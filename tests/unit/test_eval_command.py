@@ -98,7 +98,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         checkpoint: str, settings: VTokenConfig, plan: Plan, text: Text, **more: Any
     ) -> tuple[Evaluation, dict[str, float]]:
         seen.update(checkpoint=checkpoint, settings=settings, plan=plan, text=text, **more)
-        tasks = Tasks(plan, text, seen["engine"], block_size=32)
+        tasks = Tasks(plan, text, seen["engine"])
         found = tasks.run(seen["engine"], lambda task, tokens: None)
         return found, {"start_s": 1.0, "evaluate_s": 2.0}
 

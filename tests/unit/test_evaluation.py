@@ -102,12 +102,15 @@ def test_a_key_is_found_when_the_first_number_is_the_key(text: str, found: bool)
     assert passkey.is_found(text, "12345") is found
 
 
-@pytest.mark.parametrize(("length", "shares"), [(128, True), (127, False), (130, False)])
+@pytest.mark.parametrize(
+    ("length", "unit", "shares"),
+    [(128, 32, True), (127, 32, False), (130, 32, False), (128, 0, False)],
+)
 def test_prompts_are_shared_only_where_policies_see_as_many_queries_as_without(
-    length: int, shares: bool
+    length: int, unit: int, shares: bool
 ) -> None:
     samples = passkey.make_samples(FakeEngine().encode, opening=[], length=length, count=2, seed=0)
-    requests = passkey.requests_for(samples, [FULL, *CELLS], block_size=32)
+    requests = passkey.requests_for(samples, [FULL, *CELLS], share_unit=unit)
     assert {request.shares for request in requests} == {shares}
     # All rows of a prompt follow each other, so it is still in the cache.
     assert [request.sample for request in requests] == [0, 0, 0, 1, 1, 1]
@@ -136,12 +139,12 @@ def test_a_request_that_ended_early_is_no_sample() -> None:
 
 def test_an_excerpt_is_split_into_prompt_and_forced_tokens() -> None:
     opening = [7]
-    size = perplexity.excerpt_size(opening)
+    size = perplexity.excerpt_size(opening, scored=100)
     text = list(range(100, 100 + size))
-    (first, _) = perplexity.requests_for([text], [FULL, CELLS[0]], opening=opening, block_size=32)
+    (first, _) = perplexity.requests_for([text], [FULL, CELLS[0]], opening=opening, share_unit=32)
     assert first.prompt + first.forced == (7, *text)
     assert len(first.prompt) == perplexity.CONTEXT
-    assert first.max_tokens == len(first.forced) == perplexity.SCORED + 1
+    assert first.max_tokens == len(first.forced) == 101
 
 
 # ---- ROUGE-L
@@ -229,6 +232,7 @@ def test_lists_come_with_commas_or_repeated_and_hold_each_thing_once() -> None:
 def test_quick_is_smaller_in_every_respect() -> None:
     quick, whole = make_plan(policies=["random"], quick=True), make_plan(policies=["random"])
     assert quick.length < whole.length
+    assert quick.scored < whole.scored
     assert all(quick.samples[task] < count for task, count in whole.samples.items())
     assert quick.cells == whole.cells
     assert make_plan(policies=["random"], quick=True, length=2048, samples=9).length == 2048
@@ -243,7 +247,7 @@ def run(engine: FakeEngine, plan: Plan) -> Evaluation:
     def progress(task: str, tokens: int) -> None:
         produced[task] = produced.get(task, 0) + tokens
 
-    tasks = Tasks(plan, TEXT, engine, block_size=32)
+    tasks = Tasks(plan, TEXT, engine)
     found = tasks.run(engine, progress)
     assert produced == {task: tasks.tokens(task) for task in plan.tasks}, "the bar ends at 100 %"
     return found
@@ -362,7 +366,7 @@ def test_json_tells_what_was_run_and_on_what(plan: Plan) -> None:
 def test_a_text_too_short_for_a_task_is_refused_before_anything_is_served(plan: Plan) -> None:
     engine = FakeEngine()
     with pytest.raises(Rejected, match="the text has 2 tokens and perplexity needs at least 385"):
-        Tasks(plan, Text("short", "two words"), engine, block_size=32)
+        Tasks(plan, Text("short", "two words"), engine)
     assert engine.runs == []
 
 

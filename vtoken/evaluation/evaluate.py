@@ -89,14 +89,11 @@ def _plain(figure: Any) -> Any:
 class Tasks:
     """A plan's requests, made before any is served, so that a short text is told at once.
 
-    Args:
-        block_size: tokens per KV block of the engine.
-
     Raises:
         Rejected: the text or the pass key prompts are too short.
     """
 
-    def __init__(self, plan: Plan, text: Text, engine: Engine, *, block_size: int) -> None:
+    def __init__(self, plan: Plan, text: Text, engine: Engine) -> None:
         self.plan = plan
         self.text = text
         opening = engine.opening
@@ -114,15 +111,16 @@ class Tasks:
                 seed=plan.seed,
             )
             self.requests["passkey"] = passkey.requests_for(
-                self.samples, plan.rows, block_size=block_size
+                self.samples, plan.rows, share_unit=engine.share_unit
             )
         if "perplexity" in plan.tasks:
-            size, count = perplexity.excerpt_size(opening), plan.samples["perplexity"]
+            size = perplexity.excerpt_size(opening, plan.scored)
+            count = plan.samples["perplexity"]
             self.requests["perplexity"] = perplexity.requests_for(
                 excerpts(token_ids, size, count, what="perplexity"),
                 plan.rows,
                 opening=opening,
-                block_size=block_size,
+                share_unit=engine.share_unit,
             )
         if "rouge" in plan.tasks:
             size, count = rouge.excerpt_size(opening), plan.samples["rouge"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vtoken.errors import Rejected
-from vtoken.evaluation.requests import Answer, Cell, Request
+from vtoken.evaluation.requests import Answer, Cell, Request, may_share
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -96,21 +96,21 @@ def make_samples(
 
 
 def requests_for(
-    samples: Sequence[Sample], cells: Sequence[Cell], *, block_size: int
+    samples: Sequence[Sample], cells: Sequence[Cell], *, share_unit: int
 ) -> list[Request]:
     """All rows of one sample after each other, so that they find its prompt in the prefix cache.
 
-    Policies that look at attention are shown a prompt's last queries. Where all but the last block
-    comes from the cache, there are `block_size` of them, as many as without it, if the length is a
-    multiple of the block; for other lengths nothing is shared.
+    Args:
+        share_unit: see `may_share`.
     """
+    shares = may_share(samples[0].prompt, share_unit) if samples else False
     return [
         Request(
             cell,
             index,
             sample.prompt,
             NEW_TOKENS,
-            shares=len(sample.prompt) % block_size == 0,
+            shares=shares,
         )
         for index, sample in enumerate(samples)
         for cell in cells

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vtoken.evaluation.requests import Answer, Cell, Request
+from vtoken.evaluation.requests import Answer, Cell, Request, may_share
 
 CONTEXT = 256
 """Tokens of the prompt, special ones at its beginning included."""
-SCORED = 128
+SCORED, QUICK_SCORED = 128, 64
 """Tokens of each excerpt whose log-probability counts."""
 
 
@@ -29,9 +29,9 @@ class Perplexity:
     samples: int
 
 
-def excerpt_size(opening: Sequence[int]) -> int:
+def excerpt_size(opening: Sequence[int], scored: int) -> int:
     """Tokens of the text that one sample takes."""
-    return CONTEXT - len(opening) + 1 + SCORED
+    return CONTEXT - len(opening) + 1 + scored
 
 
 def requests_for(
@@ -39,14 +39,14 @@ def requests_for(
     cells: Sequence[Cell],
     *,
     opening: Sequence[int],
-    block_size: int,
+    share_unit: int,
 ) -> list[Request]:
-    """All rows of one excerpt after each other; see `passkey.requests_for` about sharing."""
+    """All rows of one excerpt after each other; `share_unit` as in `may_share`."""
     requests = []
     for index, text in enumerate(texts):
         whole = (*opening, *text)
         prompt, forced = whole[:CONTEXT], whole[CONTEXT:]
-        shares = len(prompt) % block_size == 0
+        shares = may_share(prompt, share_unit)
         for cell in cells:
             requests.append(Request(cell, index, prompt, len(forced), forced, shares))
     return requests

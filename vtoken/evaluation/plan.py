@@ -27,6 +27,7 @@ class Plan:
         tasks: some of `TASKS`, in that order.
         samples: most samples of each task; a short text gives fewer excerpts.
         length: tokens of a pass key prompt.
+        scored: tokens of each excerpt that perplexity is measured on.
         reclaim: mode of vToken's runs; the naive ones are `off`.
         seed: of the pass keys and of policies that draw.
     """
@@ -36,6 +37,7 @@ class Plan:
     tasks: tuple[str, ...] = TASKS
     samples: dict[str, int]
     length: int = LENGTH
+    scored: int = perplexity.SCORED
     reclaim: str = "background"
     seed: int = 0
 
@@ -53,7 +55,7 @@ class Plan:
         """Most tokens that a request has at its end."""
         lengths = {
             "passkey": self.length + passkey.NEW_TOKENS,
-            "perplexity": perplexity.CONTEXT + 1 + perplexity.SCORED,
+            "perplexity": perplexity.CONTEXT + 1 + self.scored,
             "rouge": rouge.PROMPT + rouge.NEW_TOKENS,
         }
         return max(lengths[task] for task in self.tasks)
@@ -94,6 +96,7 @@ def make_plan(
         tasks=tuple(task for task in TASKS if task in wanted),
         samples={task: count if samples is None else samples for task, count in counts.items()},
         length=length or (QUICK_LENGTH if quick else LENGTH),
+        scored=perplexity.QUICK_SCORED if quick else perplexity.SCORED,
         reclaim=reclaim,
         seed=seed,
     )

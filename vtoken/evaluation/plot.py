@@ -68,6 +68,8 @@ def _draw_task(panel: Axes, evaluation: Evaluation, task: str) -> None:
         panel.set_ylim(-0.05, 1.08)
     elif _spread(rows, level) > 3:
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
 
 
 def _is_of(row: Row, policy: str) -> bool:

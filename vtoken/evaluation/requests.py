@@ -66,8 +66,25 @@ class Answer:
     error: str | None = None
 
 
+def may_share(prompt: Sequence[int], share_unit: int) -> bool:
+    """Whether a prompt's blocks may come from the prefix cache without a figure changing for it.
+
+    Policies that look at attention are shown the last queries of what is computed of a prompt. When
+    the rest is cached, that is the last block; of a prompt whose length is a multiple of the block
+    it is a whole one.
+
+    Args:
+        share_unit: tokens of a block, if policies are shown no more queries than that; else 0.
+    """
+    return share_unit > 0 and len(prompt) % share_unit == 0
+
+
 class Engine(Protocol):
     """Answers requests. A fake one serves the unit tests."""
+
+    @property
+    def share_unit(self) -> int:
+        """See `may_share`."""
 
     @property
     def opening(self) -> list[int]:
