@@ -15,8 +15,8 @@ class FakeEngine:
 
     - A number asked for is answered if it stands there, otherwise with "99999".
     - Forced tokens get the log-probability log(budget_ratio / 2), the first of them log(1 / 1000).
-    - Anything else is continued by "one two three four", of which eviction keeps the first
-      4 x budget_ratio words; naive continuations get `naive_suffix` on top.
+    - Anything else is continued by its last word and "two three four", of which eviction keeps the
+      first 4 x budget_ratio words; naive continuations get `naive_suffix` on top.
 
     Args:
         fails: policies whose requests end early.
@@ -68,7 +68,7 @@ class FakeEngine:
             keys = re.findall(r"(\d{5}) is the pass key", text)
             text = f" {keys[0] if keys else '99999'}. Remember"
         else:
-            text = " ".join(["one", "two", "three", "four"][: round(4 * share)])
+            text = " ".join([text.split()[-1], "two", "three", "four"][: round(4 * share)])
             if reclaim == "off":
                 text += self._naive_suffix
         return Answer(self.encode(text), text)

@@ -297,7 +297,7 @@ def test_a_difference_from_naive_shows(plan: Plan) -> None:
     found = run(FakeEngine(naive_suffix=" five"), plan)
     assert found.agreement is not None
     assert found.agreement.identical == found.agreement.close == 0
-    # Against "one two three four": 2 words of 2 or 3, and 1 word of 1 or 2.
+    # Against four words: 2 of 2 or 3, and 1 of 1 or 2.
     expected = (2 * 2 / 6 - 2 * 2 / 7) / 2 + (2 * 1 / 5 - 2 * 1 / 6) / 2
     assert found.agreement.mean_difference == pytest.approx(expected)
     assert found.rows[1].rouge is not None
