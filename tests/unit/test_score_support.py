@@ -67,6 +67,11 @@ def test_layers_whose_weights_are_no_plain_softmax_are_named() -> None:
     assert why_no_scores_in(plain) == "", "soft caps are part of what the tap computes"
     sinks = {**plain, "c": SimpleNamespace(impl=SimpleNamespace(num_heads=4, sinks=object()))}
     assert why_no_scores_in(sinks).startswith("layer c has attention sinks, a share of the softmax")
+    for backend, why in (("CPU_ATTN", ""), ("TRITON_ATTN", "the score tap exists for vLLM's CPU")):
+        other = layer()
+        other.attn_backend = SimpleNamespace(get_name=lambda backend=backend: backend)
+        assert why_no_scores_in({**plain, "c": other}).startswith(why)
+        assert bool(why_no_scores_in({**plain, "c": other})) == bool(why)
     uneven = why_no_scores_in({**plain, "c": layer(heads=6)})
     assert uneven.startswith("layers differ in their number of query heads (4 in a, 6 in c); ")
 

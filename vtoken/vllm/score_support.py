@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vtoken.config import VTokenConfig
-from vtoken.vllm.views import NO_TAP
+from vtoken.vllm.views import NO_TAP, capability_of
 
 #: environment variable with the reason, for the front end's processes, which know no configuration
 NO_SCORES = "VTOKEN_NO_SCORES"
@@ -47,7 +47,9 @@ def why_no_scores_in(layers: Mapping[str, Any]) -> str:
     """Why the weights of these attention layers, by name, cannot be had; empty if they can."""
     counts = dict[int, str]()
     for name, layer in layers.items():
-        impl = layer.impl
+        impl, backend = layer.impl, getattr(layer, "attn_backend", None)
+        if backend is not None and (why_not := capability_of(backend.get_name()).why_no_scores):
+            return why_not
         if getattr(impl, "sinks", None) is not None:
             return (
                 f"layer {name} has attention sinks, a share of the softmax that the score tap "
