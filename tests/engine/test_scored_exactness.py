@@ -89,8 +89,10 @@ def test_the_mode_changes_memory_and_not_tokens(run: Run, scenario: str) -> None
         ]
 
 
-def test_smollm2_is_exact_and_generates_the_same_in_off_and_background(smollm2: Engine) -> None:
-    """All six policies; `bench/bench_neutrality.py` has 144 generations of each."""
+def test_smollm2_is_exact_and_generates_the_same_in_every_mode(smollm2: Engine) -> None:
+    """All six policies; `bench/bench_neutrality.py` has 144 generations of each. In `off` and in
+    `background` rows with holes are read in the order of their ids, so these two often agree to the
+    bit; in `eager` tokens lie, and are added up, in another order."""
     tokenizer = smollm2.llm.get_tokenizer()
     texts = [f"{n}. {2 * text}" for n, text in enumerate(TEXTS * 3)]  # no prefix is shared
     prompts = [tokenizer.encode(text)[: 100 + n] for n, text in enumerate(texts)]
@@ -98,14 +100,14 @@ def test_smollm2_is_exact_and_generates_the_same_in_off_and_background(smollm2: 
     smollm2.configure(checks=1)
     full = smollm2.serve(prompts[:1], 20)
     runs = []
-    for mode in ("off", "background"):
+    for mode in MODES:
         smollm2.configure(policy="random", budget=44, checks=2, **MODES[mode])
         runs.append(smollm2.serve(prompts, 20, asked=asked))
         assert not runs[-1].report["tokens"]["recomputed_requests"]
         assert relative(smollm2, runs[-1], range(len(SCORED))) <= 1e-5
         assert smollm2.free == runs[-1].free_before
-    assert runs[0].outputs == runs[1].outputs
-    assert runs[1].report["tokens"]["moved"] > 0
+    assert runs[0].outputs == runs[1].outputs == runs[2].outputs
+    assert min(run.report["tokens"]["moved"] for run in runs[1:]) > 0
     assert runs[0].outputs[0] != full.outputs[0], "the control: eviction changes what is generated"
 
 
