@@ -185,7 +185,9 @@ def test_a_request_chooses_its_own_policy_and_budget(server: Server) -> None:
     everything = complete(server, vtoken_policy="none").choices[0]
     little = complete(server, vtoken_policy="random", vtoken_budget=8).choices[0]
     share = complete(server, vtoken_budget_ratio=1.0).choices[0]
-    assert {c.finish_reason for c in (everything, little, share)} == {"length"}
+    seldom = {"vtoken_score_mode": "sampled", "vtoken_score_every": 2, "vtoken_score_layers": 1}
+    looked_at = complete(server, vtoken_policy="h2o", vtoken_budget=12, **seldom).choices[0]
+    assert {c.finish_reason for c in (everything, little, share, looked_at)} == {"length"}
     assert share.text == everything.text != little.text
 
 
@@ -198,6 +200,8 @@ def test_a_request_chooses_its_own_policy_and_budget(server: Server) -> None:
         ({"vtoken_budget": "many"}, "budget must be a whole number of tokens, not 'many'"),
         ({"vtoken_budget_ratio": 2}, r"budget_ratio must be in \(0, 1\], not 2"),
         ({"vtoken_budgte": 9}, "unknown request option 'vtoken_budgte'"),
+        ({"vtoken_score_mode": "guessed"}, "unknown score_mode 'guessed'; choose one of: exact"),
+        ({"vtoken_score_every": 4}, "give vtoken_score_mode sampled, or leave it out"),
     ],
 )
 def test_what_a_request_asks_for_wrongly_is_refused_with_the_reason(
