@@ -20,9 +20,10 @@ from vtoken.checks.worker import WorkerChecker
 from vtoken.config import VTokenConfig
 from vtoken.errors import InvariantViolation, UnsupportedConfiguration
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
+from vtoken.kv.cuda_stream import copy_stream
 from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
-from vtoken.kv.streams import CopyStream, SynchronousCopyStream, ThreadCopyStream
+from vtoken.kv.streams import CopyStream
 from vtoken.kv.translation import TranslationCache
 from vtoken.policies.taps import TappedStep, Taps
 from vtoken.vllm.backend import (
@@ -131,7 +132,7 @@ class VTokenRunnerCore:
         if self.vtoken_stream is not None:
             self.vtoken_stream.close()
         beside = settings.reclaim == "background" and not settings.force_sync
-        self.vtoken_stream = ThreadCopyStream() if beside else SynchronousCopyStream()
+        self.vtoken_stream = copy_stream(self.device, beside=beside)
         self.vtoken_checker = WorkerChecker(self.vtoken_layout, level=settings.checks)
         watch = self.vtoken_checker if self.vtoken_checker.watches_moves else None
         self.vtoken_translation = TranslationCache(self.device)
