@@ -63,14 +63,14 @@ demo: setup ## set up, then serve one prompt with eviction and reclamation
 	  --max-tokens 200 "Tell me about the history of bread, from the first farmers to today."
 
 # What vLLM finds of Triton when it is imported decides which of its model runners it has, so the
-# second one needs a process of its own, and so does its Triton attention. A choice of tests may
+# second one needs a process of its own, and so do Triton attention and copies. A choice of tests may
 # leave nothing for them (status 5).
 test: lint ## set up, lint, type-check and run every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	VTOKEN_TEST_RUNNER=v2 $(BIN)/python -m pytest -m every_runner tests/engine tests/scenarios \
 	  $(PYTEST_ARGS) || [ $$? = 5 ]
 	VTOKEN_TEST_ATTENTION=triton $(BIN)/python -m pytest tests/engine/test_page_view.py \
-	  $(PYTEST_ARGS) || [ $$? = 5 ]
+	  tests/unit/test_triton_copy.py $(PYTEST_ARGS) || [ $$? = 5 ]
 
 test-fast: setup ## the tests that need no engine
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(PYTEST_ARGS)

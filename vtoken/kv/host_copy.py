@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -41,22 +42,35 @@ def host_parts(views: Sequence[torch.Tensor]) -> list[HostPart]:
     return [] if kernel is None else [HostPart(view, kernel) for view in views]
 
 
-class HostPart:
-    """K, V or both of every token, as words of memory.
+@dataclass(frozen=True)
+class PartShape:
+    """Where the pieces of a token lie, in words of memory.
 
     A token has the same pieces in each layer: one per head if its content there is one run, else
     one per element. Words are the widest integers in which all places and lengths are whole, so
     that neither the dtype matters nor which bits there are.
 
-    Args:
-        view: `[layers, blocks, tokens, heads, content]` in host memory, any strides.
-        kernel: `copy_words`, or that compiled.
+    Attributes:
+        word: bytes of a word: 1, 2, 4 or 8.
+        block_size: tokens of a block.
+        block, token: strides.
+        layers, pieces: offsets of each layer, and of each piece within a token; int64.
+        length: of a piece.
     """
 
-    def __init__(self, view: torch.Tensor, kernel: Callable[..., None]) -> None:
-        self._kernel = kernel
+    word: int
+    block_size: int
+    block: int
+    token: int
+    layers: IntArray
+    pieces: IntArray
+    length: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> PartShape:
+        """Of a view `[layers, blocks, tokens, heads, content]`, any strides."""
         item = view.element_size()
-        layers, _, self._block_size, heads, content = view.shape
+        layers, _, block_size, heads, content = view.shape
         # In bytes; the stride of a dimension of one entry means nothing.
         strides = [
             stride * item if size > 1 else 0
@@ -66,12 +80,34 @@ class HostPart:
         if strides[-1] <= item:
             length, content, strides[-1] = content * item, 1, 0
         word = math.gcd(8, view.data_ptr(), length, *strides)
-        layer, self._block, self._token, head, element = (stride // word for stride in strides)
-        self._words = _bytes_of(view).view(f"u{word}")
-        self._layers = _unsigned(np.arange(layers) * layer)
+        layer, block, token, head, element = (stride // word for stride in strides)
         pieces = np.add.outer(np.arange(heads) * head, np.arange(content) * element)
-        self._pieces = _unsigned(pieces.ravel())
-        self._length = np.uint64(length // word)
+        return cls(
+            word,
+            block_size,
+            block,
+            token,
+            layers=np.arange(layers, dtype=np.int64) * layer,
+            pieces=pieces.ravel().astype(np.int64),
+            length=length // word,
+        )
+
+
+class HostPart:
+    """K, V or both of every token, as words of host memory.
+
+    Args:
+        view: `[layers, blocks, tokens, heads, content]` in host memory, any strides.
+        kernel: `copy_words`, or that compiled.
+    """
+
+    def __init__(self, view: torch.Tensor, kernel: Callable[..., None]) -> None:
+        self._kernel = kernel
+        shape = PartShape.of(view)
+        self._block_size, self._block, self._token = shape.block_size, shape.block, shape.token
+        self._words = _bytes_of(view).view(f"u{shape.word}")
+        self._layers, self._pieces = _unsigned(shape.layers), _unsigned(shape.pieces)
+        self._length = np.uint64(shape.length)
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
         """Copy `sources` to `targets`, int64 `[n]` each: slots of the cache, which the caller has

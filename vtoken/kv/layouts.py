@@ -18,11 +18,15 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from vtoken.errors import Rejected, UnsupportedConfiguration
 from vtoken.kv.host_copy import HostPart, host_parts
+
+if TYPE_CHECKING:
+    from vtoken.kv.triton_copy import DevicePart
 
 
 def stack_layers(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,6 +60,21 @@ def stack_layers(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         strides = (gaps.pop(), *first.stride())
         return [first.as_strided(shape, strides, first.storage_offset())]
     return [layer.unsqueeze(0) for layer in layers]
+
+
+def device_parts(views: Sequence[torch.Tensor]) -> list[DevicePart]:
+    """The parts of a cache for copies by Triton; none elsewhere than on a CUDA device.
+
+    Args:
+        views: as `KVLayout.parts` gives them.
+    """
+    if any(view.device.type != "cuda" for view in views):
+        return []
+    try:
+        from vtoken.kv.triton_copy import DevicePart
+    except ImportError:
+        return []
+    return [DevicePart(view) for view in views]
 
 
 class KVLayout(ABC):
@@ -107,14 +126,18 @@ class KVLayout(ABC):
 
         Raises:
             Rejected: there are not as many targets as sources.
-            IndexError: a slot is outside of the cache.
+            IndexError: a slot is outside of the cache; in host memory only, since a device would
+                have to be waited for.
         """
         if len(sources) != len(targets):
             raise Rejected(f"{len(sources)} sources and {len(targets)} targets")
         if len(sources) == 0:
             return
         if not self._host_parts:
-            self.write(targets, self.read(sources))
+            for device_part in self._device_parts:
+                device_part.copy(sources, targets)
+            if not self._device_parts:
+                self.write(targets, self.read(sources))
             return
         end = self.num_blocks * self.block_size
         slots = torch.stack((sources, targets)).numpy()
@@ -126,6 +149,10 @@ class KVLayout(ABC):
     @cached_property
     def _host_parts(self) -> list[HostPart]:
         return host_parts(self.parts())
+
+    @cached_property
+    def _device_parts(self) -> list[DevicePart]:
+        return device_parts(self.parts())
 
     def parts(self) -> list[torch.Tensor]:
         """Views `[layers, blocks, tokens, heads, content]` that together are all of K and V, any
