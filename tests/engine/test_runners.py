@@ -17,6 +17,7 @@ import pytest
 from support.engines import BLOCK, RUNNER, Engine, engine_on
 from support.exactness import Comparison, Recorder, compare
 from vtoken.policies import Policy, PolicyParams, PolicyView
+from vtoken.vllm.runner_core import NO_STEP
 
 pytestmark = [pytest.mark.engine, pytest.mark.every_runner]
 
@@ -128,6 +129,33 @@ def test_aborts_with_plans_in_flight(engine: Engine) -> None:
     assert total.rows_after_eviction > 100
     assert total.max_error <= ABSOLUTE
     assert total.wrong_tokens == 0
+
+
+@pytest.mark.parametrize("policy", ["random", "h2o"])
+def test_steps_without_news_and_dummy_runs_between_steps(engine: Engine, policy: str) -> None:
+    """Without checks the worker is told nothing of a step in which nothing is vToken's, and between
+    steps vLLM may run dummy batches (on data-parallel ranks without work): attention is given the
+    right lengths all the same, and nothing of a step is left for the next or for a dummy batch."""
+    engine.configure(policy=policy, budget=60, checks=0, seed=9, **MODES["off"])
+    prompts = dict(zip("01", prompts_of(33, 70, seed=60), strict=True))
+    worker = engine.core.model_executor.driver_worker.worker
+    recorder, outputs, told = Recorder(engine.llm), dict[str, list[int]](), ""
+    with recorder.watching():
+        engine.submit("0", prompts["0"], 45)
+        while engine.llm.llm_engine.has_unfinished_requests():
+            if len(told) == 6:
+                engine.submit("1", prompts["1"], 12)
+            engine.step(outputs)
+            told += "-" if engine.runner.vtoken_step is NO_STEP else "+"
+            worker.execute_dummy_batch()
+    total = Comparison()
+    for life in recorder.lives:
+        name = life.req_id.split("-")[0]
+        total.add(compare(engine.reference, life, prompts[name] + outputs[name]))
+    assert total.max_error <= ABSOLUTE
+    assert total.wrong_tokens == 0
+    assert total.rows_after_eviction > 20
+    assert policy == "h2o" or "-+" in told.partition("+-")[2], "alone, evicting, alone, evicting"
 
 
 class FirstBlock(Policy):
