@@ -141,14 +141,23 @@ def reason_of(error: BaseException) -> str:
 def check_writable(file: Path) -> None:
     """Refuse, before minutes of work, a result file that could not be written after them.
 
+    A file is made and removed again: permissions alone do not tell, for instance of `/proc`.
+
     Raises:
-        Rejected: its folder is missing or read-only, or it is a folder itself.
+        Rejected: its folder is missing or takes no files, or it is a folder itself.
     """
     folder = file.resolve().parent
     if not folder.is_dir():
         raise Rejected(f"cannot write {file}: there is no folder {folder}")
-    if file.is_dir() or not os.access(folder, os.W_OK):
-        raise Rejected(f"cannot write {file}: it is a folder, or in a read-only one")
+    if file.is_dir():
+        raise Rejected(f"cannot write {file}: it is a folder; give the name of a file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Rejected(
+            f"cannot write {file}: the folder {folder} takes no files ({_why(error)})"
+        ) from error
 
 
 def write_json_atomically(file: Path, value: Any) -> None:

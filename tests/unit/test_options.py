@@ -239,7 +239,7 @@ def test_an_interrupted_write_leaves_the_old_file(
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("json.dump", interrupted)
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_json_atomically(file, {"new": 2})
     assert json.loads(file.read_text()) == {"old": 1}
@@ -265,6 +265,12 @@ def test_a_place_that_cannot_be_written_is_rejected_before_and_at_the_write(
             assert str(file) in one_line(caught)
     check_writable(tmp_path / "out.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_files_is_found_out_whoever_asks() -> None:
+    """Claim: also by root, to whom permissions say that `/proc` can be written."""
+    with pytest.raises(Rejected, match=r"cannot write /proc/out.json: the folder /proc takes no"):
+        check_writable(Path("/proc/out.json"))
 
 
 def test_a_model_folder_that_is_none_is_rejected(tmp_path: Path) -> None:
