@@ -129,3 +129,11 @@ def test_what_vllm_refuses_while_it_starts_is_the_users(vllm_log: logging.Logger
         error = mailbox.error()
     assert isinstance(error, Rejected)
     assert str(error).endswith("with these options: max_model_len is too large")
+
+
+def test_a_pool_without_a_block_is_told_with_the_way_out() -> None:
+    """The text is vLLM's, which names an option that makes no difference here."""
+    told = "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"
+    error = engine_errors.refused_start(ValueError(told))
+    assert str(error).startswith("the KV pool has no room for a single block; give the pool more")
+    assert "--kv-memory-mb of vtoken run" in str(error)

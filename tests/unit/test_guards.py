@@ -328,8 +328,26 @@ def test_a_pool_must_hold_the_budget_without_its_null_block() -> None:
     assert str(caught.value).startswith(
         "the KV pool holds 128 tokens (4 blocks of 32), less than the budget of 129; lower --budget"
     )
+    assert "--kv-memory-mb of vtoken run" in str(caught.value)
     with pytest.raises(UnsupportedConfiguration, match="with SimpleNamespace instead of vToken's"):
         check_pool(fits, plain(), SimpleNamespace())
+
+
+@pytest.mark.parametrize("headroom", [4, 5, 100_000])
+def test_a_headroom_that_leaves_no_block_is_refused(headroom: int) -> None:
+    from vtoken.vllm.guards import check_pool
+    from vtoken.vllm.kv_manager import VTokenManager
+
+    manager = object.__new__(VTokenManager)
+    manager.block_size = 32
+    manager.block_pool = SimpleNamespace(num_gpu_blocks=5)
+    check_pool(VTokenConfig(reclaim="background", headroom=3), plain(), manager)
+    with pytest.raises(UnsupportedConfiguration) as caught:
+        check_pool(VTokenConfig(reclaim="background", headroom=headroom), plain(), manager)
+    assert str(caught.value).startswith(
+        f"the KV pool holds 4 blocks, no more than the headroom of {headroom}; lower --headroom, "
+        "or give the pool more memory (--kv-memory-mb of vtoken run"
+    )
 
 
 # ---- real configurations of vLLM's, so that the fakes above cannot drift from them

@@ -32,6 +32,13 @@ _FIELDS = ("req_id", "token_id", "slot", "before", "after")
 _SMALL_POOL = re.compile(
     r"max seq len \((\d+)\).* available KV cache memory(?:.* maximum model length is (\d+))?"
 )
+#: how it refuses one that holds nothing
+_NO_BLOCK = "No available memory for the cache blocks"
+#: the way out of every pool that is too small
+MORE_MEMORY = (
+    "give the pool more memory (--kv-memory-mb of vtoken run and vtoken eval, else "
+    "--kv-cache-memory-bytes, --gpu-memory-utilization, or --num-gpu-blocks-override)"
+)
 #: vLLM's functions whose logged errors end the engine
 _FATAL = ("run_engine_core", "worker_main", "monitor_engine_cores")
 
@@ -116,15 +123,15 @@ def refused_start(error: Exception) -> Rejected:
     """
     reason = reason_of(error)
     small = _SMALL_POOL.search(reason)
+    if _NO_BLOCK in reason:
+        return Rejected(f"the KV pool has no room for a single block; {MORE_MEMORY}")
     if small is None:
         return Rejected(f"vLLM does not start with these options: {reason}")
     context, fits = small.groups()
     return Rejected(
         f"the KV pool is smaller than one request may be: a prompt of up to {context} tokens, the "
         "context, has to fit before anything of it is evicted, and again after a preemption; "
-        f"lower --max-model-len{f' to {fits}' if fits else ''}, or give the pool more memory "
-        "(--kv-memory-mb of vtoken run, else --kv-cache-memory-bytes, --gpu-memory-utilization, "
-        "or --num-gpu-blocks-override)"
+        f"lower --max-model-len{f' to {fits}' if fits else ''}, or {MORE_MEMORY}"
     )
 
 

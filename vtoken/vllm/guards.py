@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedConfiguration
-from vtoken.vllm.engine_errors import refusal
+from vtoken.vllm.engine_errors import MORE_MEMORY, refusal
 from vtoken.vllm.overrides import changed_overrides
 from vtoken.vllm.score_support import no_scores_for, why_no_scores
 from vtoken.vllm.settings import settings_of
@@ -268,16 +268,13 @@ def check_pool(settings: VTokenConfig, config: VllmConfig, manager: Any) -> None
     if settings.headroom >= blocks:
         raise refuse(
             f"the KV pool holds {blocks} blocks, no more than the headroom of {settings.headroom}; "
-            "lower --headroom, or give the pool more memory (--kv-cache-memory-bytes, "
-            "--gpu-memory-utilization, or --num-gpu-blocks-override)"
+            f"lower --headroom, or {MORE_MEMORY}"
         )
     if settings.budget is not None and settings.budget + settings.slack > tokens:
         slack = f" and a slack of {settings.slack}" if settings.slack else ""
         raise refuse(
             f"the KV pool holds {tokens} tokens ({blocks} blocks of {manager.block_size}), less "
-            f"than the budget of {settings.budget}{slack}; lower --budget, or give the pool more "
-            "memory (--kv-cache-memory-bytes, --gpu-memory-utilization, or "
-            "--num-gpu-blocks-override)"
+            f"than the budget of {settings.budget}{slack}; lower --budget, or {MORE_MEMORY}"
         )
 
 
