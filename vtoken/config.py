@@ -279,7 +279,7 @@ class VTokenConfig:
             return replace(self, **changes)
         except Rejected as refused:
             reason = refused.reason
-            for flag in ("budget-ratio", "budget", "score-mode"):
+            for flag in ("budget-ratio", "budget", "policy", "score-mode"):
                 reason = reason.replace(f"--{flag}", f"vtoken_{flag.replace('-', '_')}")
             raise Rejected(f"this request's vtoken options: {reason}") from None
 

@@ -72,7 +72,7 @@ def landed(step: Step) -> list[str]:
         ({"headroom": -1}, "headroom -1 is negative"),
         ({"commit_delay": -1}, "commit delay -1 is negative"),
         ({"copy_budget": 3}, "copy_budget 3 is less than one block's 4 tokens"),
-        ({"moves_per_plan": 0}, "moves_per_plan 0 is less than one block's 4 tokens"),
+        ({"moves_per_plan": 0}, "moves_per_plan 0 is less than one block's 4 tokens; raise it, or"),
     ],
 )
 def test_a_parameter_that_cannot_work_is_refused_with_its_reason(

@@ -57,7 +57,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"vtoken_budget": 0}, "budget must be positive, not 0"),
     ({"vtoken_budget_ratio": 1.5}, "budget_ratio must be in (0, 1], not 1.5"),
     ({"vtoken_budget": 9, "vtoken_budget_ratio": 0.5}, "budget is given both in tokens and as a"),
-    ({"vtoken_policy": "none", "vtoken_budget": 9}, "a budget needs a policy"),
+    (
+        {"vtoken_policy": "none", "vtoken_budget": 9},
+        "a budget needs a policy; name one with vtoken_policy",
+    ),
     ({"vtoken_score_mode": "guessed"}, "unknown score_mode 'guessed'; choose one of: exact"),
     ({"vtoken_score_mode": 3}, "score_mode must be a name, not 3"),
     ({"vtoken_score_every": 4}, "not exact; give vtoken_score_mode sampled, or leave it out"),

@@ -57,7 +57,8 @@ class BackgroundParams:
         for name in ("copy_budget", "moves_per_plan"):
             if getattr(self, name) < block_size:
                 raise Rejected(
-                    f"{name} {getattr(self, name)} is less than one block's {block_size} tokens"
+                    f"{name} {getattr(self, name)} is less than one block's {block_size} tokens; "
+                    "raise it, or leave it out for no bound"
                 )
 
 
