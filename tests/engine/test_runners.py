@@ -158,6 +158,26 @@ def test_steps_without_news_and_dummy_runs_between_steps(engine: Engine, policy:
     assert policy == "h2o" or "-+" in told.partition("+-")[2], "alone, evicting, alone, evicting"
 
 
+def test_a_dummy_batch_hands_its_queries_over_where_graphs_are_captured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM captures CUDA graphs from dummy batches: a copy of q that is not in those is in no
+    replay. Without captures a dummy batch is given nothing."""
+    runner = engine.runner
+    engine.configure(policy="h2o", budget=60, checks=1)
+
+    def copies() -> set[int]:
+        runner._dummy_run(1, force_attention=True, uniform_decode=True)
+        return {runner._queries().count(name) for name in runner._vtoken_layers}
+
+    (first,) = copies()
+    monkeypatch.setattr(runner, "vtoken_captures", True)
+    assert copies() == {first + 1}
+    assert copies() == {first + 2}
+    monkeypatch.setattr(runner, "vtoken_captures", False)
+    assert copies() == {first + 2}
+
+
 class FirstBlock(Policy):
     """Of the request admitted first, evicts the oldest block's worth of tokens at once, while it
     has more than two."""
