@@ -68,9 +68,9 @@ demo: setup ## set up, then serve one prompt with eviction and reclamation
 test: lint ## set up, lint, type-check and run every test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 	VTOKEN_TEST_RUNNER=v2 $(BIN)/python -m pytest -m every_runner tests/engine tests/scenarios \
-	  $(PYTEST_ARGS) || [ $$? = 5 ]
+	  $(PYTEST_ARGS) $(if $(strip $(PYTEST_ARGS)),|| [ $$? = 5 ])
 	VTOKEN_TEST_ATTENTION=triton $(BIN)/python -m pytest tests/engine/test_page_view.py \
-	  tests/unit/test_triton_copy.py $(PYTEST_ARGS) || [ $$? = 5 ]
+	  tests/unit/test_triton_copy.py $(PYTEST_ARGS) $(if $(strip $(PYTEST_ARGS)),|| [ $$? = 5 ])
 
 test-fast: setup ## the tests that need no engine
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(PYTEST_ARGS)
