@@ -64,24 +64,21 @@ class Counted:
             del scheduler._register_step
 
 
-@pytest.fixture(scope="module")
-def totals() -> Comparison:
-    return Comparison()
-
-
 @pytest.mark.parametrize(("policy", "scenario", "way"), list(product(POLICIES, SCENARIOS, WAYS)))
 def test_logits_equal_the_masked_reference(
-    tiny: Engine, totals: Comparison, policy: str, scenario: str, way: str
+    tiny: Engine, policy: str, scenario: str, way: str
 ) -> None:
     prompts, max_tokens = SCENARIOS[scenario]
     tiny.configure(policy=policy, budget=40, reclaim="background", checks=3, seed=7, **WAYS[way])
     served = tiny.serve(prompts, max_tokens)
     comparison = tiny.compare(served)
+    assert comparison.rows_after_eviction > 100
     assert comparison.max_error <= ABSOLUTE
     assert comparison.wrong_tokens == 0
     assert comparison.max_control > CONTROL, "the control without the mask must differ"
     assert tiny.free == served.free_before, "blocks leaked"
-    totals.add(comparison)
+    if policy == "random" and scenario != "plain":  # elsewhere recycling often leaves no holes
+        assert served.report["tokens"]["moved"] > 0
 
 
 def bursting(engine: Engine, *, budget: int, **options: Any) -> None:
