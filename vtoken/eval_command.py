@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -154,6 +155,8 @@ def evaluate(
     if model is not None:
         check_model_folder(model)
     prepare_environment(quiet=not verbose)
+    # Forcing a text's tokens is written for the logits processors of this runner.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     checkpoint = model or _embedded_model()
     found, times = _run(
         checkpoint, settings, plan, wanted, kv_memory_mb=kv_memory_mb, verbose=verbose

@@ -162,13 +162,10 @@ class VTokenRunnerCore:
         orders = self.vtoken_step.orders
         if not orders.empty:
             self.vtoken_relocator.apply(orders)
-            # V2 writes all lists of a step at once, in no order: one each, and none of a request
-            # whose place another one may take over in this step.
-            gone = scheduler_output.preempted_req_ids or ()
-            lists = {change.req_id: change.blocks for change in orders.changes}
-            for req_id, blocks in lists.items():
-                if req_id not in gone:
-                    self._set_blocks(req_id, blocks)
+            # One list for each request, and none of a request that is preempted in this step: V2
+            # writes them all at once, in no order, and may give its place to another one.
+            for change in orders.changes:
+                self._set_blocks(change.req_id, change.blocks)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         self._finish_tap()
