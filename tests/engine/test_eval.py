@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,10 @@ CELLS = [Cell(policy, 0.5) for policy in POLICIES]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[EvalEngine]:
-    engine = EvalEngine(
+def engine() -> EvalEngine:
+    """Not closed: that would end the distributed groups of this process, which the other tests'
+    engines share."""
+    return EvalEngine(
         ensure_tiny_llama(),
         VTokenConfig(policy="streaming-llm", budget_ratio=0.5, checks=2),
         longest=448,
@@ -41,8 +42,6 @@ def engine() -> Iterator[EvalEngine]:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(scope="module")
