@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ POLICIES = ("streaming-llm", "random", "h2o", "fastgen")
 CELLS = [Cell(policy, 0.5) for policy in POLICIES]
 
 
-@pytest.fixture(scope="module")
-def engine() -> EvalEngine:
-    """Not closed: that would end the distributed groups of this process, which the other tests'
-    engines share."""
+@cache
+def shared() -> EvalEngine:
+    """Neither closed nor dropped: that would end the distributed groups of this process, which the
+    other tests' engines share."""
     return EvalEngine(
         ensure_tiny_llama(),
         VTokenConfig(policy="streaming-llm", budget_ratio=0.5, checks=2),
@@ -42,6 +43,11 @@ def engine() -> EvalEngine:
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
+
+
+@pytest.fixture
+def engine() -> EvalEngine:
+    return shared()
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ BYTES: tuple[Mutant, ...] = (
     mutant("copies go from target to source", "vtoken.kv.host_copy:HostPart.copy",
            "self._places(sources), self._places(targets)",
            "self._places(targets), self._places(sources)", "I1 bytes"),
-    mutant("only the first head is copied", "vtoken.kv.host_copy:HostPart.__init__",
+    mutant("only the first head is copied", "vtoken.kv.host_copy:PartShape.of",
            "np.arange(heads) * head", "np.arange(heads) * 0", "I1 bytes"),
 )  # fmt: skip
 

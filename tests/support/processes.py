@@ -29,7 +29,8 @@ STOP_S = 30
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without what other tests set for engines inside it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "VTOKEN_ERROR"))}
+    ours = ("VLLM_", "VTOKEN_ERROR", "VTOKEN_SETTINGS", "VTOKEN_NO_SCORES")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return {**kept, **ENVIRONMENT, **(extra or {})}
 
 

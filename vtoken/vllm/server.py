@@ -40,8 +40,9 @@ from vtoken.vllm.settings import KEY
 
 EMBEDDED_NAME = "smollm2"
 #: vLLM's default of 0 kills the engine in the middle of its requests, whose clients and log then
-#: tell of a dead engine instead of a server that was asked to stop
-SHUTDOWN_S = 3
+#: tell of a dead engine instead of a server that was asked to stop; its worker and it take some
+#: five seconds to end, and what they have to say or to write comes last
+SHUTDOWN_S = 8
 #: a request whose engine is gone may wait for ever; the HTTP server ends it after this time
 DISCONNECT_S = 3
 
