@@ -28,7 +28,8 @@ def run(ranks: int, mode: str, *policy: str) -> dict[str, Any]:
     )
     assert found.returncode == 0, found.stderr[-3000:]
     line = next(x for x in found.stdout.splitlines() if x.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return {**result, "log": found.stdout + found.stderr}
 
 
 MODES = ["eager", "background"]
@@ -49,6 +50,7 @@ def test_two_ranks_give_the_tokens_of_one(tiny: Engine, mode: str) -> None:
     assert first["moved_tokens"] == tiny.scheduler.vtoken.counters.copied > 0
     assert first["checks"]["I1"] > 1000
     assert found["astray"], "the control: the second rank's layout differed"
+    assert "ranks are about to use different layouts" in found["log"]
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need two cores")
