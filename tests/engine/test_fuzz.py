@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from mutants.catalogue import WALKED
 
-from support.mutation import applied
-from support.processes import vtoken
-from vtoken.cli import app
+from support.processes import vtoken, vtoken_with_fault
 from vtoken.vllm import fuzz
 
 pytestmark = pytest.mark.engine
@@ -34,22 +32,18 @@ def test_a_short_campaign_finds_nothing_and_counts_what_it_did(tmp_path: Path) -
     assert not trace.exists()
 
 
-def test_a_seeded_fault_is_found_kept_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seeded_fault_is_found_kept_and_said(tmp_path: Path) -> None:
     """By the laws that are named for it, with the trace and how to have the episode again."""
-    from typer.testing import CliRunner
-
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     out, trace = tmp_path / "out.json", tmp_path / "finding.ndjson"
     fault = next(each for each in WALKED if each.name == "recycled hole keeps its dead token")
-    files = ["--json", str(out), "--trace", str(trace)]
-    with applied(fault):
-        done = CliRunner().invoke(
-            app, ["fuzz", "--target", "engine", "--seconds", "120", "--seed", "3", *files]
-        )
-    assert done.exit_code == 1, done.output
-    assert any(f"law {law}: " in done.output for law in fault.laws), done.output
-    assert "again: vtoken fuzz --target engine --seed 3 --episode " in done.output
+    done = vtoken_with_fault(
+        *(fault.name, "fuzz", "--target", "engine", "--seconds", "120", "--seed", "3"),
+        *("--json", str(out), "--trace", str(trace)),
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert any(f"law {law}: " in said for law in fault.laws), said
+    assert "again: vtoken fuzz --target engine --seed 3 --episode " in said
     assert json.loads(out.read_text())["violations"] == 1
     assert trace.is_file()

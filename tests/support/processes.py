@@ -38,8 +38,23 @@ def vtoken(
     *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run the `vtoken` script to its end; output as text, streams apart."""
+    return _run([str(VTOKEN), *arguments], stdin, env, timeout_s)
+
+
+def vtoken_with_fault(
+    name: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """The same with a fault of the catalogue."""
+    tests = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    command = [sys.executable, "-m", "support.mutated", name, *arguments]
+    return _run(command, "", {**tests, **(env or {})}, timeout_s)
+
+
+def _run(
+    command: Sequence[str], stdin: str, env: Mapping[str, str] | None, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(VTOKEN), *arguments],
+        command,
         input=stdin,
         capture_output=True,
         text=True,

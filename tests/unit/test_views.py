@@ -36,11 +36,17 @@ def test_the_table_names_backends_that_vllm_has() -> None:
     assert set(CAPABILITIES) <= set(AttentionBackendEnum.__members__)
 
 
-@pytest.mark.parametrize("backend", ["TRITON_ATTN", "FLASH_ATTN", "SOMETHING_NEW"])
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "SOMETHING_NEW"])
 def test_holes_without_a_view_are_refused_with_the_reason_and_the_way_out(backend: str) -> None:
     from vtoken.vllm.views import View, view_of
 
     assert view_of(backend, holes=False) is View.DENSE
     with pytest.raises(UnsupportedConfiguration, match=f"{backend} has no view.*--reclaim eager"):
         view_of(backend, holes=True)
+
+
+def test_holes_are_read_through_the_view_of_their_backend() -> None:
+    from vtoken.vllm.views import View, view_of
+
     assert view_of("CPU_ATTN", holes=True) is View.GATHER
+    assert view_of("TRITON_ATTN", holes=True) is View.PAGE_1
