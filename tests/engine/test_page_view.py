@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from support.engines import BLOCK, Engine, Served
 from support.exactness import Comparison
 from vtoken.errors import UnsupportedConfiguration
 from vtoken.models import ensure_tiny_llama
-from vtoken.vllm.pages import PageTables, VTokenTritonAttentionImpl, one_token_pages
+from vtoken.vllm.pages import PageTables, one_token_pages
+from vtoken.vllm.triton_attention import TritonAttentionImpl, VTokenTritonAttentionImpl
 
 pytestmark = pytest.mark.engine
 
@@ -60,12 +62,12 @@ def runner_of(engine: Engine) -> str:
 
 @cache
 def served_by(runner: str, mode: str) -> tuple[Served, Comparison, list[int]]:
-    """Six requests that lose random tokens in every step; also, per step in which the page-1
+    """Four requests that lose random tokens in every step; also, per step in which the page-1
     view was used, how many rows had holes."""
     engine = engine_with(runner)
     assert runner_of(engine) == runner
     rng = np.random.default_rng(4)
-    prompts = [rng.integers(3, 259, n).tolist() for n in (20, 33, 40, 25, 18, 30)]
+    prompts = [rng.integers(3, 259, n).tolist() for n in (20, 33, 25, 30)]
     engine.configure(policy="random", budget=20, reclaim=mode, checks=3, seed=5, **MODES[mode])
     rows: list[int] = []
     fill = PageTables.fill
@@ -84,8 +86,8 @@ def served_by(runner: str, mode: str) -> tuple[Served, Comparison, list[int]]:
 def test_logits_equal_the_masked_reference(engine: Engine, mode: str) -> None:
     runner = runner_of(engine)
     served, found, _ = served_by(runner, mode)
-    assert served.report["tokens"]["evicted"] > 80
-    assert found.rows_after_eviction > 50
+    assert served.report["tokens"]["evicted"] > 50
+    assert found.rows_after_eviction > 34
     assert found.max_error <= ABSOLUTE
     assert found.wrong_tokens == 0
     assert found.max_control > CONTROL, "the control without the mask must differ"
@@ -101,7 +103,7 @@ def test_the_kernel_and_the_layout_are_those_of_a_gpu(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_both_views_were_in_use_over_more_than_a_hundred_and_fifty_rows(runner: str) -> None:
+def test_both_views_were_in_use_over_more_than_a_hundred_rows_of_each_runner(runner: str) -> None:
     total = Comparison()
     for mode in MODES:
         _, found, rows = served_by(runner, mode)
@@ -110,7 +112,7 @@ def test_both_views_were_in_use_over_more_than_a_hundred_and_fifty_rows(runner: 
             assert not rows, "without holes the view is dense"
         else:
             assert len(rows) > 5, "holes stay for several steps"
-    assert total.rows_after_eviction > 150
+    assert total.rows_after_eviction > 100
 
 
 def test_a_page_table_off_by_one_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +128,97 @@ def test_a_page_table_off_by_one_shows(engine: Engine, monkeypatch: pytest.Monke
     engine.configure(policy="random", budget=20, reclaim="off", checks=1, seed=5)
     served = engine.serve([np.random.default_rng(6).integers(3, 259, 40).tolist()], 6)
     assert engine.compare(served).max_error > 10 * ABSOLUTE
+
+
+class Graphs:
+    """Stands in for full CUDA graphs: attention of a decode step is given what it was captured
+    with from a dummy batch of the same size, the very tensors, whatever the step would give it.
+    As at a replay, no Python of vToken's runs in the layers."""
+
+    def __init__(self) -> None:
+        self.captured: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+        self.replays = 0
+        self._eager, self._stock = VTokenTritonAttentionImpl.forward, TritonAttentionImpl.forward
+        self._arguments = signature(self._stock)
+
+    def capture(self, runner: Any, sizes: range) -> None:
+        """From dummy batches of decode steps, as vLLM does."""
+
+        def noting(*args: Any, **named: Any) -> torch.Tensor:
+            given = self._arguments.bind(*args, **named).arguments
+            if (metadata := given["attn_metadata"]) is not None:
+                key = (given["layer"].layer_name, metadata.num_actual_tokens)
+                self.captured[key] = (given["kv_cache"], metadata)
+            return self._stock(*args, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TritonAttentionImpl, "forward", noting)
+            for size in sizes:
+                runner._dummy_run(size, force_attention=True, uniform_decode=True)
+
+    def replay(self, *args: Any, **named: Any) -> torch.Tensor:
+        """vToken's `forward`, replayed where it would be."""
+        bound = self._arguments.bind(*args, **named)
+        given = bound.arguments
+        metadata = given["attn_metadata"]
+        if metadata is None or metadata.max_query_len > 1:
+            return self._eager(*args, **named)
+        self.replays += 1
+        key = (given["layer"].layer_name, metadata.num_actual_tokens)
+        given["kv_cache"], given["attn_metadata"] = self.captured[key]
+        return self._stock(*bound.args, **bound.kwargs)
+
+
+@pytest.fixture
+def graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """An engine that replays its decode steps."""
+    made = Graphs()
+    monkeypatch.setattr(engine.runner, "vtoken_always_pages", True)
+    engine.configure(policy="random", budget=20, reclaim="off", checks=3, seed=5)
+    made.capture(engine.runner, range(1, 5))
+
+    def forward(*args: Any, **named: Any) -> torch.Tensor:
+        return made.replay(*args, **named)
+
+    monkeypatch.setattr(VTokenTritonAttentionImpl, "forward", forward)
+    return made
+
+
+def serve_four(engine: Engine, mode: str) -> tuple[Served, Comparison]:
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(3, 259, n).tolist() for n in (20, 43, 26, 31)]
+    engine.configure(policy="random", budget=20, reclaim=mode, checks=3, seed=6, **MODES[mode])
+    served = engine.serve(prompts, 9)
+    return served, engine.compare(served)
+
+
+@pytest.mark.parametrize("mode", ["off", "background"])
+def test_replayed_attention_reads_the_page_view_through_buffers_that_stay(
+    engine: Engine, graphs: Graphs, mode: str
+) -> None:
+    """Full CUDA graphs: only the contents of what was captured change."""
+    served, found = serve_four(engine, mode)
+    assert graphs.replays > 6
+    assert served.report["tokens"]["evicted"] > 50
+    assert found.rows_after_eviction > 30
+    assert found.max_error <= ABSOLUTE
+    assert found.wrong_tokens == 0
+
+
+def test_the_control_with_a_new_buffer_in_each_step_differs(
+    engine: Engine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = PageTables.fill
+
+    def elsewhere(self: PageTables, metadata: object, rows: Any) -> object:
+        self.tables = self.tables.clone()
+        return fill(self, metadata, rows)
+
+    monkeypatch.setattr(PageTables, "fill", elsewhere)
+    _, found = serve_four(engine, "off")
+    engine.runner._vtoken_pages = None  # whose buffers are no longer the captured ones
+    assert graphs.replays > 6
+    assert found.max_error > 10 * ABSOLUTE
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])

@@ -135,26 +135,27 @@ def test_all_reasons_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "reason"),
+    ("settings", "cached", "reason"),
     [
-        ({"reclaim": "off"}, {}, "reclaim mode 'off' leaves holes"),
-        ({}, {}, "with prefix caching a shared block may keep holes"),
-        ({}, {"cache_config__enable_prefix_caching": False}, None),
+        ({"reclaim": "off"}, False, r"reclaim mode 'off' leaves holes.*use --reclaim eager, or"),
+        ({"reclaim": "off"}, True, "use --reclaim eager and --no-enable-prefix-caching, or"),
+        ({"reclaim": "background"}, True, "with prefix caching a shared block may keep holes"),
+        ({}, True, "with prefix caching a shared block may keep holes"),
+        ({}, False, None),
+        ({"reclaim": "background"}, False, None),
     ],
 )
 def test_holes_are_refused_where_no_view_skips_them(
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    changes: dict[str, Any],
-    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], cached: bool, reason: str | None
 ) -> None:
-    from vtoken.vllm import guards
+    from vtoken.vllm import guards, holes
 
     config = plain(
-        additional_config={"vtoken": {"policy": "random", "budget": 64, **settings}}, **changes
+        additional_config={"vtoken": {"policy": "random", "budget": 64, **settings}},
+        cache_config__enable_prefix_caching=cached,
     )
     guards.check_config(config)  # on a CPU there is such a view
-    monkeypatch.setattr(guards, "_on_cpu", lambda: False)
+    monkeypatch.setattr(holes, "on_cpu", lambda: False)
     if reason is None:
         guards.check_config(config)
         return
@@ -162,35 +163,51 @@ def test_holes_are_refused_where_no_view_skips_them(
         guards.check_config(config)
 
 
-@pytest.mark.parametrize(
-    ("backend", "graphs", "served"),
-    [
-        ("TRITON_ATTN", "NONE", True),
-        ("TRITON_ATTN", "PIECEWISE", True),
-        ("TRITON_ATTN", "FULL_DECODE_ONLY", False),
-        ("TRITON_ATTN", None, False),
-        ("FLASH_ATTN", "NONE", False),
-    ],
-)
-def test_the_page_view_serves_holes_where_it_can_be_chosen_in_each_step(
+@pytest.mark.parametrize("graphs", [None, "NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(("backend", "served"), [("TRITON_ATTN", True), ("FLASH_ATTN", False)])
+def test_the_page_view_serves_holes_with_any_cuda_graphs(
     monkeypatch: pytest.MonkeyPatch, backend: str, graphs: str | None, served: bool
 ) -> None:
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vtoken.vllm import guards
+    from vtoken.vllm import guards, holes
 
-    monkeypatch.setattr(guards, "_on_cpu", lambda: False)
+    monkeypatch.setattr(holes, "on_cpu", lambda: False)
     config = plain(
         additional_config={"vtoken": {"policy": "random", "budget": 64, "reclaim": "background"}},
         attention_config__backend=AttentionBackendEnum[backend],
         compilation_config__cudagraph_mode=graphs and CUDAGraphMode[graphs],
     )
+    assert holes.has_full_graphs(config) == (graphs == "FULL_AND_PIECEWISE")
     if served:
         guards.check_config(config)
         return
-    with pytest.raises(UnsupportedConfiguration, match="--attention-backend TRITON_ATTN and"):
+    with pytest.raises(UnsupportedConfiguration, match="--attention-backend TRITON_ATTN, which"):
         guards.check_config(config)
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("TRITON_ATTN", "background"), (None, "eager")])
+def test_holes_are_filled_eagerly_where_no_view_lets_them_wait(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, mode: str
+) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vtoken.vllm import holes
+    from vtoken.vllm.settings import asked_of, settings_of
+
+    monkeypatch.setattr(holes, "on_cpu", lambda: False)
+    asked = {"policy": "h2o", "budget": 64, "reclaim": "background", "headroom": 2, "checks": 2}
+    config = plain(
+        additional_config={"vtoken": asked},
+        attention_config__backend=backend and AttentionBackendEnum[backend],
+        cache_config__enable_prefix_caching=False,
+    )
+    found = settings_of(config)
+    assert found.reclaim == mode
+    assert (found.policy, found.budget, found.checks) == ("h2o", 64, 2)
+    assert found.headroom == (2 if mode == "background" else 0)
+    assert asked_of(config).reclaim == "background"
 
 
 def test_vtokens_own_options_are_judged_with_vllms() -> None:

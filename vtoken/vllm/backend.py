@@ -122,7 +122,7 @@ def adopt_attention(layers: Sequence[Any], backend: str) -> None:
 def _adopted(backend: str) -> tuple[type, type]:
     if backend == "CPU_ATTN":
         return CPUAttentionBackendImpl, VTokenCPUAttentionImpl
-    from vtoken.vllm.pages import TritonAttentionImpl, VTokenTritonAttentionImpl
+    from vtoken.vllm.triton_attention import TritonAttentionImpl, VTokenTritonAttentionImpl
 
     return TritonAttentionImpl, VTokenTritonAttentionImpl
 

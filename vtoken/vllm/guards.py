@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedConfiguration
+from vtoken.vllm import holes
 from vtoken.vllm.engine_errors import MORE_MEMORY, refusal
 from vtoken.vllm.overrides import changed_overrides
 from vtoken.vllm.score_support import no_scores_for, why_no_scores
 from vtoken.vllm.settings import settings_of
 from vtoken.vllm.version import SUPPORTED_VLLM, check_version
-from vtoken.vllm.views import View, capability_of
 
 
 @dataclass(frozen=True)
@@ -168,39 +167,21 @@ def refuse(message: str) -> BaseException:
     return refusal(UnsupportedConfiguration(message))
 
 
-def _on_cpu() -> bool:
-    return bool(current_platform.is_cpu())
-
-
 def _view_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:
-    """Holes before the physical end need a view that skips them: the gather view of CPU attention,
-    or the page-1 view, which a full CUDA graph could not be given for some steps only."""
-    if _on_cpu() or settings.policy == "none" or _has_page_view(config):
+    """Holes before the physical end need a view that skips them."""
+    if holes.has_view(config) or not holes.leaves_holes(config, settings):
         return
-    pages = f"or start with {_PAGE_VIEW}, which give it one"
-    if settings.reclaim != "eager":
-        yield (
-            f"reclaim mode {settings.reclaim!r} leaves holes in front of attention, and this "
-            f"backend has no view that skips them; use --reclaim eager, {pages}"
-        )
-    elif config.cache_config.enable_prefix_caching:
-        yield (
-            "with prefix caching a shared block may keep holes in front of attention, and this "
-            "backend has no view that skips them; start with --no-enable-prefix-caching, "
-            f"{pages}"
-        )
-
-
-_PAGE_VIEW = "--attention-backend TRITON_ATTN and --enforce-eager"
-
-
-def _has_page_view(config: VllmConfig) -> bool:
-    """The backend has to be named: which one vLLM would choose is not known yet."""
-    named = config.attention_config.backend
-    if named is None or capability_of(named.name).with_holes is not View.PAGE_1:
-        return False
-    mode = config.compilation_config.cudagraph_mode
-    return mode is not None and not mode.has_full_cudagraphs()
+    cached = bool(config.cache_config.enable_prefix_caching)
+    if settings.reclaim == "off":
+        reason = "reclaim mode 'off' leaves holes in front of attention"
+        way_out = "use --reclaim eager" + (" and --no-enable-prefix-caching" if cached else "")
+    else:
+        reason = "with prefix caching a shared block may keep holes in front of attention"
+        way_out = "start with --no-enable-prefix-caching"
+    yield (
+        f"{reason}, and this backend has no view that skips them; {way_out}, or start with "
+        "--attention-backend TRITON_ATTN, which gives it one"
+    )
 
 
 def _score_refusals(config: VllmConfig, settings: VTokenConfig) -> Iterator[str]:

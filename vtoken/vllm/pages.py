@@ -3,8 +3,9 @@
 A paged kernel that takes any page size needs no second pass for a row with holes: its block table
 becomes the list of its live slots. The kernel, the cache and the bytes in it are the stock ones;
 only the strides that it is told differ. A step in which some row has holes uses this view for all
-of its rows, since a launch has one page size. Costs O(rows x longest row) per such step for the
-tables, on the device, and nothing in other steps.
+of its rows, since a launch has one page size. A full CUDA graph keeps the strides and addresses
+that it was captured with: where vLLM captures such graphs, all steps use this view, whose buffers
+stay. Costs O(rows x longest row) per step that uses it, on the device, and nothing in others.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from vtoken.errors import UnsupportedConfiguration
+from vtoken.errors import InvariantViolation, UnsupportedConfiguration
 
 _PAGES = "vtoken_pages"
 #: entries of a row that the kernel may load beyond its end, and ignores: its largest tile
@@ -70,79 +70,126 @@ class PageRows:
     uses: int = 0
 
 
-class PageTables:
-    """Page tables and lengths in buffers that keep their address.
+class PageBuffers:
+    """Memory of page tables and lengths, which keeps its address from one KV cache to the next.
 
     Args:
-        caches: each layer's cache by name, `[blocks, heads, tokens, content]`.
         max_rows, max_length: of a batch.
+        device: of the KV cache.
     """
 
-    def __init__(
-        self, caches: Mapping[str, torch.Tensor], *, max_rows: int, max_length: int
-    ) -> None:
+    def __init__(self, *, max_rows: int, max_length: int, device: torch.device) -> None:
+        shape = (max_rows, max_length + TILE)
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+
+class PageTables:
+    """The page-1 view of a KV cache.
+
+    Args:
+        buffers: for its tables.
+        caches: each layer's cache by name, `[blocks, heads, tokens, content]`.
+
+    Raises:
+        UnsupportedConfiguration: a cache has no pages of one token.
+    """
+
+    def __init__(self, buffers: PageBuffers, caches: Mapping[str, torch.Tensor]) -> None:
         found = {name: one_token_pages(cache) for name, cache in caches.items()}
         self._views = {name: view for name, (view, _) in found.items()}
-        first = next(iter(caches.values()))
-        self.block_size = first.shape[2]
+        self.block_size = next(iter(caches.values())).shape[2]
         (self.between,) = {between for _, between in found.values()}
-        self.tables = torch.zeros(
-            (max_rows, max_length + TILE), dtype=torch.int32, device=first.device
-        )
-        self.lengths = torch.zeros(max_rows, dtype=torch.int32, device=first.device)
+        self.tables, self.lengths = buffers.tables, buffers.lengths
 
     def fill(self, metadata: Any, rows: Sequence[tuple[int, torch.Tensor]]) -> PageRows:
-        """The view of one step.
+        """The view of one step: operations on the device, their number the same for any rows.
 
         Args:
             metadata: of vLLM's Triton backend, lengths in slots.
             rows: (batch row, slots of all its live tokens with the step's chunk last, int64).
         """
-        count = len(metadata.seq_lens)
-        longest = min(metadata.max_seq_len, self.tables.shape[1] - TILE)
-        place = torch.arange(longest, device=self.tables.device)
+        count, width = len(metadata.seq_lens), self.tables.shape[1]
+        place = torch.arange(min(metadata.max_seq_len, width - TILE), device=self.tables.device)
         blocks = metadata.block_table[:count, place // self.block_size]
-        self.tables[:count, :longest] = blocks * self.between + place % self.block_size
+        self.tables[:count, : len(place)] = blocks * self.between + place % self.block_size
         self.lengths[:count] = metadata.seq_lens
-        for row, slots in rows:
-            pages = slots // self.block_size * self.between + slots % self.block_size
-            self.tables[row, : len(pages)] = pages.to(torch.int32)
-            self.lengths[row] = len(pages)
+        if rows:
+            self._fill_rows(rows)
         given = replace(metadata, block_table=self.tables[:count], seq_lens=self.lengths[:count])
         return PageRows(given, self._views)
 
-
-class VTokenTritonAttentionImpl(TritonAttentionImpl):
-    """vLLM's Triton attention, which takes the page-1 view where a step has one."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        pages: PageRows | None = getattr(attn_metadata, _PAGES, None)
-        if pages is not None:
-            kv_cache, attn_metadata = pages.views[layer.layer_name], pages.metadata
-            pages.uses += 1
-        return super().forward(
-            layer,
-            query,
-            key,
-            value,
-            kv_cache,
-            attn_metadata,
-            output,
-            output_scale,
-            output_block_scale,
-        )
+    def _fill_rows(self, rows: Sequence[tuple[int, torch.Tensor]]) -> None:
+        device, width = self.tables.device, self.tables.shape[1]
+        lengths = torch.tensor([len(slots) for _, slots in rows])
+        places = torch.tensor([row for row, _ in rows])
+        total = int(lengths.sum())
+        # Where each row's first page lies in the flat table, less what comes before it in `slots`.
+        shifts = (places * width - (lengths.cumsum(0) - lengths)).to(device, non_blocking=True)
+        lengths = lengths.to(device, non_blocking=True)
+        slots = torch.cat([slots for _, slots in rows])
+        pages = slots // self.block_size * self.between + slots % self.block_size
+        index = torch.arange(total, device=device)
+        index += shifts.repeat_interleave(lengths, output_size=total)
+        self.tables.view(-1)[index] = pages.to(torch.int32)
+        self.lengths[places.to(device, non_blocking=True)] = lengths.to(torch.int32)
 
 
 def attach_pages(metadata: Any, rows: PageRows) -> None:
     setattr(metadata, _PAGES, rows)
+
+
+def pages_of(metadata: Any) -> PageRows | None:
+    found: PageRows | None = getattr(metadata, _PAGES, None)
+    return found
+
+
+class ViewUse:
+    """L6: the view for holes that a step was given was used by every layer, not only prepared.
+
+    A replayed CUDA graph runs no Python that could count. It does what was captured, and that was
+    a dummy batch, of which all layers must have used the view.
+
+    Args:
+        num_layers: of the model on this rank.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._step: Sequence[Any] = ()
+        self._dummy: Sequence[Any] = ()
+        #: uses of dummy batches, each number once
+        self._captured: set[int] = set()
+
+    def of_step(self, given: Sequence[Any]) -> None:
+        """Note what a step's metadata were given, with `uses` each."""
+        self._step = given
+
+    def of_dummy(self, given: Sequence[Any]) -> None:
+        """The same of a dummy batch."""
+        self._captured.add(_uses(self._dummy))
+        self._dummy = given
+
+    def check(self) -> None:
+        """Judge the last step, which is over.
+
+        Raises:
+            InvariantViolation: L6
+        """
+        given, self._step = self._step, ()
+        uses = _uses(given)
+        if not given or uses == self._num_layers:
+            return
+        captured = (self._captured | {_uses(self._dummy)}) - {0}
+        if uses == 0 and captured == {self._num_layers}:
+            return
+        raise InvariantViolation(
+            law="L6",
+            message="a row with holes was attended to without the view for holes",
+            before=self._num_layers,
+            after=uses,
+        )
+
+
+def _uses(given: Sequence[Any]) -> int:
+    return sum(rows.uses for rows in given)

@@ -84,7 +84,7 @@ class VTokenRunnerMixin(VTokenRunnerCore):
         prepared = self._vtoken_prepared
         if kwargs.get("num_scheduled_tokens") is None:
             self._complete_dummy(metadata)
-        elif prepared is not None:
+        else:
             self._complete(metadata, prepared)
         return metadata, common
 

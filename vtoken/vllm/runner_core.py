@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +18,18 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vtoken.checks.worker import WorkerChecker
 from vtoken.config import VTokenConfig
-from vtoken.errors import InvariantViolation, UnsupportedConfiguration
+from vtoken.errors import UnsupportedConfiguration
 from vtoken.kv import Mover, TokenRowLayout, TransposedKeyLayout, probe_layout, stack_layers
 from vtoken.kv.cuda_stream import copy_stream
 from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
 from vtoken.kv.streams import CopyStream
 from vtoken.kv.translation import TranslationCache
-from vtoken.policies.taps import TappedStep, Taps
-from vtoken.vllm.backend import (
-    GatherRows,
-    GatherScratch,
-    adopt_attention,
-    attach_rows,
-    gather_rows,
-)
+from vtoken.vllm.backend import adopt_attention
 from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
 from vtoken.vllm.guards import check_layers
+from vtoken.vllm.holes import has_full_graphs, leaves_holes
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
 from vtoken.vllm.metadata import (
     Sequence as StepSequence,
@@ -46,38 +40,23 @@ from vtoken.vllm.metadata import (
     metadata_of,
     tell,
 )
+from vtoken.vllm.runner_attention import VTokenRunnerAttention
 from vtoken.vllm.score_support import why_no_scores_in
-from vtoken.vllm.scores import (
-    CapturedTap,
-    DirectTap,
-    QueryBuffers,
-    StepTap,
-    TappedLayer,
-    attach_tap,
-    scored_row,
-    tapped_layers,
-)
 from vtoken.vllm.settings import settings_of
 from vtoken.vllm.views import View, capability_of, view_of
-
-if TYPE_CHECKING:
-    from vtoken.vllm.pages import PageRows, PageTables
 
 NO_STEP = StepMetadata()
 
 
-class VTokenRunnerCore:
+class VTokenRunnerCore(VTokenRunnerAttention):
     """Base of the mixins, themselves mixed in before a runner class of vLLM.
 
     Not an `ABC`: a finished runner could not change its class to one that is.
     """
 
     # Provided by vLLM's runner, named here for readers and type checkers.
-    vllm_config: Any
     kv_cache_config: Any
     compilation_config: Any
-    attn_groups: Any
-    device: torch.device
 
     vtoken_step: StepMetadata = NO_STEP
     vtoken_relocator: Relocator
@@ -85,12 +64,6 @@ class VTokenRunnerCore:
     vtoken_layout: KVLayout
     vtoken_checker: WorkerChecker
     vtoken_translation: TranslationCache
-    #: whether the score tap copies q in the layers and computes after them (full CUDA graphs)
-    vtoken_captures: bool = False
-    _vtoken_gathered: tuple[GatherRows | PageRows, ...] = ()
-    _vtoken_tap: StepTap | None = None
-    #: scores that no output has taken along yet
-    _vtoken_scores: list[TappedStep]
 
     # ---- start
 
@@ -108,9 +81,9 @@ class VTokenRunnerCore:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = [self.compilation_config.static_forward_context[name] for name in names]
-        self._vtoken_backend = self.attn_groups[0][0].backend.get_name()
-        adopt_attention(layers, self._vtoken_backend)
-        transposed = self._vtoken_backend == "CPU_ATTN"
+        backend = self.attn_groups[0][0].backend.get_name()
+        adopt_attention(layers, backend)
+        transposed = backend == "CPU_ATTN"
         layout_class = TransposedKeyLayout if transposed else TokenRowLayout
         self.vtoken_layout = layout_class(stack_layers([layer.kv_cache for layer in layers]))
 
@@ -120,15 +93,23 @@ class VTokenRunnerCore:
 
         last = self.kv_cache_config.num_blocks - 1
         probe_layout(self.vtoken_layout, write, (last - 1, last))
-        self._vtoken_scratch = GatherScratch(self.vtoken_layout)
-        self._vtoken_pages: PageTables | None = None
-        self._vtoken_layers = dict(zip(names, layers, strict=True))
-        self._vtoken_tapped: dict[str, TappedLayer] = {}
-        self._vtoken_queries: QueryBuffers | None = None
+        self._meet_layers(dict(zip(names, layers, strict=True)), backend)
         self.vtoken_configure(settings_of(self.vllm_config))
 
     def vtoken_configure(self, settings: VTokenConfig) -> None:
-        """Take a configuration from the next step on; all counters start anew."""
+        """Take a configuration from the next step on; all counters start anew.
+
+        Raises:
+            UnsupportedConfiguration: it leaves holes, and the CUDA graphs were captured without
+                the view for them.
+        """
+        pages = capability_of(self._vtoken_backend).with_holes is View.PAGE_1
+        captured = pages and has_full_graphs(self.vllm_config) and not self.vtoken_always_pages
+        if captured and leaves_holes(self.vllm_config, settings):
+            raise UnsupportedConfiguration(
+                "the CUDA graphs were captured without the view that skips holes; start the engine "
+                "with this configuration"
+            )
         if self.vtoken_stream is not None:
             self.vtoken_stream.close()
         beside = settings.reclaim == "background" and not settings.force_sync
@@ -151,7 +132,7 @@ class VTokenRunnerCore:
         """Before the runner looks at the step: it zeroes new blocks first thing, and a block
         freed by a plan of this step may be among them; and it appends new blocks to the lists
         corrected here."""
-        self._check_gathered()
+        self._vtoken_uses.check()
         step = metadata_of(scheduler_output)
         if step is not None:
             self._vtoken_sequence.expect(step)
@@ -176,20 +157,6 @@ class VTokenRunnerCore:
             if not news.empty:
                 output = tell(output, news)
         return output
-
-    def _finish_tap(self) -> None:
-        tap, self._vtoken_tap = self._vtoken_tap, None
-        if tap is None:
-            return
-        step = tap.finish()
-        for req_id, row in tap.rows.items():
-            self.vtoken_checker.check_scores(
-                req_id,
-                step.rows[req_id].values,
-                queries=row.num_queries,
-                heads=step.rows[req_id].heads,
-            )
-        self._vtoken_scores.append(step)
 
     def _correct(self, batch: Batch) -> PreparedStep:
         """Lengths in slots and slots of new tokens, for rows that differ from vLLM's layout."""
@@ -260,127 +227,4 @@ class VTokenRunnerCore:
                 gathered=None if gathered is None else gathered.cpu().numpy(),
                 writes=slots[batch.chunk(row)],
                 query_positions=positions[batch.chunk(row)],
-            )
-
-    # ---- what a layer's metadata is given along
-
-    def _complete(self, metadata: dict[str, Any], prepared: PreparedStep) -> None:
-        """Attach the gather view and the score tap to a step's metadata, by layer name."""
-        batch = prepared.batch
-        rows = [
-            (row, prepared.rows[req_id])
-            for row, req_id in enumerate(batch.req_ids)
-            if req_id in prepared.rows
-        ]
-        if rows and capability_of(self._vtoken_backend).with_holes is View.PAGE_1:
-            self._attach_pages(metadata, rows)
-        elif rows:
-            self._attach_gather(metadata, batch, rows)
-        if self.vtoken_step.taps is not None:
-            self._attach_tap(metadata, prepared, self.vtoken_step.taps)
-
-    def _attach_gather(
-        self, metadata: dict[str, Any], batch: Batch, rows: list[tuple[int, torch.Tensor]]
-    ) -> None:
-        done: dict[int, Any] = {}
-        for group in self.attn_groups[0]:
-            builder = group.get_metadata_builder(0)
-            for name in group.layer_names:
-                own = metadata[name]
-                if id(own) not in done:
-                    done[id(own)] = gather_rows(
-                        torch.from_numpy(batch.starts),
-                        builder,
-                        rows,
-                        self._vtoken_scratch,
-                        self.vtoken_layout.block_size,
-                    )
-                    attach_rows(own, done[id(own)])
-        self._vtoken_gathered = tuple(done.values())
-
-    def _attach_pages(self, metadata: dict[str, Any], rows: list[tuple[int, torch.Tensor]]) -> None:
-        from vtoken.vllm.pages import PageTables, attach_pages
-
-        if self._vtoken_pages is None:
-            self._vtoken_pages = PageTables(
-                {name: layer.kv_cache for name, layer in self._vtoken_layers.items()},
-                max_rows=self.vllm_config.scheduler_config.max_num_seqs,
-                max_length=self.vllm_config.model_config.max_model_len,
-            )
-        done = {}
-        for own in {id(metadata[name]): metadata[name] for name in self._vtoken_layers}.values():
-            done[id(own)] = self._vtoken_pages.fill(own, rows)
-            attach_pages(own, done[id(own)])
-        self._vtoken_gathered = tuple(done.values())
-
-    def _attach_tap(self, metadata: dict[str, Any], prepared: PreparedStep, taps: Taps) -> None:
-        why_not = capability_of(self._vtoken_backend).why_no_scores
-        if why_not:
-            raise UnsupportedConfiguration(why_not)
-        names = list(self._vtoken_layers)
-        by_stride = {tap.stride: tapped_layers(names, tap.stride) for tap in taps.rows.values()}
-        wanted = set().union(*by_stride.values())
-        layers = {name: self._tapped_layer(name) for name in names if name in wanted}
-        heads = next(iter(layers.values())).num_heads  # the same in all; see `score_support.py`
-        batch = prepared.batch
-        places = {req_id: row for row, req_id in enumerate(batch.req_ids)}
-        rows = {
-            req_id: scored_row(
-                tap,
-                batch.chunk(places[req_id]),
-                self._read_slots(prepared, places[req_id]),
-                self.vtoken_layout.block_size,
-                layers=len(by_stride[tap.stride]),
-                heads=heads,
-            )
-            for req_id, tap in taps.rows.items()
-        }
-        if self.vtoken_captures:
-            self._vtoken_tap = CapturedTap(taps, rows, layers, names, buffers=self._queries())
-        else:
-            self._vtoken_tap = DirectTap(taps, rows, layers, names)
-        self._attach_to_all({name: metadata[name] for name in layers}, self._vtoken_tap)
-
-    def _complete_dummy(self, metadata: Any) -> None:
-        """Of a run of vLLM's that is no scheduled step, but may be what is captured."""
-        if self.vtoken_captures and isinstance(metadata, dict):
-            self._attach_to_all(metadata, self._queries())
-
-    def _attach_to_all(self, metadata: dict[str, Any], tap: StepTap | QueryBuffers) -> None:
-        for own in {id(own): own for own in metadata.values()}.values():
-            attach_tap(own, tap)
-
-    def _queries(self) -> QueryBuffers:
-        if self._vtoken_queries is None:
-            most = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self._vtoken_queries = QueryBuffers(most)
-        return self._vtoken_queries
-
-    def _tapped_layer(self, name: str) -> TappedLayer:
-        if name not in self._vtoken_tapped:
-            self._vtoken_tapped[name] = TappedLayer.of(self._vtoken_layers[name])
-        return self._vtoken_tapped[name]
-
-    def _read_slots(self, prepared: PreparedStep, row: int) -> np.ndarray:
-        """Slots that attention reads for a row of the batch, in its order, int64 `[k]`."""
-        batch = prepared.batch
-        gathered = prepared.rows.get(batch.req_ids[row])
-        if gathered is not None:
-            return gathered.cpu().numpy()
-        size = self.vtoken_layout.block_size
-        length = int(batch.lengths[row])
-        blocks = batch.blocks(row, -(-length // size))
-        slots = blocks.astype(np.int64)[:, None] * size + np.arange(size)
-        return slots.ravel()[:length]
-
-    def _check_gathered(self) -> None:
-        """L6: the last step's view for holes was used by every layer, not only prepared."""
-        gathered, self._vtoken_gathered = self._vtoken_gathered, ()
-        uses = sum(rows.uses for rows in gathered)
-        if gathered and uses != self.vtoken_layout.num_layers:
-            raise InvariantViolation(
-                law="L6",
-                message="a row with holes was attended to without the view for holes",
-                before=self.vtoken_layout.num_layers,
-                after=uses,
             )

@@ -34,7 +34,7 @@ from vtoken.vllm.metadata import Sequence, StepMetadata, attach, news_of
 from vtoken.vllm.policy_host import PolicyHost
 from vtoken.vllm.pool import EngineView
 from vtoken.vllm.score_support import no_scores_for, why_no_scores
-from vtoken.vllm.settings import settings_of
+from vtoken.vllm.settings import asked_of, settings_of
 
 logger = init_logger("vllm.vtoken.scheduler")
 
@@ -54,7 +54,14 @@ class VTokenSchedulerMixin:
         super().__init__(*args, **kwargs)
         vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
         check_engine(vllm_config)
-        settings = settings_of(vllm_config)
+        settings, asked = settings_of(vllm_config), asked_of(vllm_config)
+        if settings != asked:
+            logger.warning(
+                "holes are filled eagerly instead of in the background: this attention backend has "
+                "no view that skips them until then; start with --attention-backend TRITON_ATTN, "
+                "which has one, or with --reclaim %s",
+                settings.reclaim,
+            )
         manager = self.kv_cache_manager.coordinator.single_type_managers[0]
         check_pool(settings, vllm_config, manager)
         context = vllm_config.model_config.max_model_len
@@ -265,6 +272,7 @@ class VTokenSchedulerMixin:
         """Counts since start: tokens, blocks, checks by law, pool."""
         pool = self.kv_cache_manager.block_pool
         return {
+            "reclaim": self.vtoken_config.reclaim,
             "block_size": self.vtoken_manager.block_size,
             "tokens": self.vtoken.counters.as_dict(),
             "policy_calls": self.vtoken_policies.calls,

@@ -1,0 +1,220 @@
+"""What the layers of a step are given beside vLLM's own metadata: the view for rows with holes, and
+the score tap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vtoken.checks.worker import WorkerChecker
+from vtoken.errors import UnsupportedConfiguration
+from vtoken.kv.layouts import KVLayout
+from vtoken.policies.taps import TappedStep, Taps
+from vtoken.vllm.backend import GatherRows, GatherScratch, attach_rows, gather_rows
+from vtoken.vllm.batch import Batch, PreparedStep
+from vtoken.vllm.holes import has_full_graphs, has_page_view, leaves_holes
+from vtoken.vllm.metadata import StepMetadata
+from vtoken.vllm.pages import PageBuffers, PageRows, PageTables, ViewUse, attach_pages
+from vtoken.vllm.scores import (
+    CapturedTap,
+    DirectTap,
+    QueryBuffers,
+    StepTap,
+    TappedLayer,
+    attach_tap,
+    scored_row,
+    tapped_layers,
+)
+from vtoken.vllm.settings import settings_of
+from vtoken.vllm.views import View, capability_of
+
+
+class VTokenRunnerAttention:
+    """The part of `VTokenRunnerCore` that completes metadata."""
+
+    # Provided by vLLM's runner and by `VTokenRunnerCore`.
+    vllm_config: Any
+    attn_groups: Any
+    device: torch.device
+    vtoken_step: StepMetadata
+    vtoken_layout: KVLayout
+    vtoken_checker: WorkerChecker
+
+    #: whether the score tap copies q in the layers and computes after them (full CUDA graphs)
+    vtoken_captures: bool = False
+    #: whether all steps use the page-1 view: a full CUDA graph keeps the one it was captured with
+    vtoken_always_pages: bool = False
+    _vtoken_backend: str
+    _vtoken_layers: dict[str, Any]
+    _vtoken_page_buffers: PageBuffers | None = None
+    _vtoken_tap: StepTap | None = None
+    #: scores that no output has taken along yet
+    _vtoken_scores: list[TappedStep]
+
+    def _meet_layers(self, layers: dict[str, Any], backend: str) -> None:
+        """Start with a new KV cache; `vtoken_layout` is its.
+
+        Args:
+            layers: attention layers by name, in the model's order.
+            backend: vLLM's name of theirs.
+        """
+        self._vtoken_layers, self._vtoken_backend = layers, backend
+        self._vtoken_scratch = GatherScratch(self.vtoken_layout)
+        self._vtoken_pages: PageTables | None = None
+        self._vtoken_uses = ViewUse(len(layers))
+        self._vtoken_tapped: dict[str, TappedLayer] = {}
+        self._vtoken_queries: QueryBuffers | None = None
+        self.vtoken_always_pages = self._wants_pages and has_full_graphs(self.vllm_config)
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        if self._wants_pages:
+            # Here, since vLLM gives its pool the memory that this run does not take.
+            self._reserve_pages()
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _wants_pages(self) -> bool:
+        config = self.vllm_config
+        return has_page_view(config) and leaves_holes(config, settings_of(config))
+
+    def _reserve_pages(self) -> PageBuffers:
+        if self._vtoken_page_buffers is None:
+            self._vtoken_page_buffers = PageBuffers(
+                max_rows=self.vllm_config.scheduler_config.max_num_seqs,
+                max_length=self.vllm_config.model_config.max_model_len,
+                device=self.device,
+            )
+        return self._vtoken_page_buffers
+
+    def _complete(self, metadata: dict[str, Any], prepared: PreparedStep | None) -> None:
+        """Attach the view for holes and the score tap to a step's metadata, by layer name.
+
+        Args:
+            prepared: None if nothing of the step is vToken's.
+        """
+        rows = []
+        if prepared is not None:
+            rows = [
+                (row, prepared.rows[req_id])
+                for row, req_id in enumerate(prepared.batch.req_ids)
+                if req_id in prepared.rows
+            ]
+        if self.vtoken_always_pages or (
+            rows and capability_of(self._vtoken_backend).with_holes is View.PAGE_1
+        ):
+            self._vtoken_uses.of_step(self._attach_pages(metadata, rows))
+        elif rows and prepared is not None:
+            self._vtoken_uses.of_step(self._attach_gather(metadata, prepared.batch, rows))
+        if prepared is not None and self.vtoken_step.taps is not None:
+            self._attach_tap(metadata, prepared, self.vtoken_step.taps)
+
+    def _attach_gather(
+        self, metadata: dict[str, Any], batch: Batch, rows: list[tuple[int, torch.Tensor]]
+    ) -> list[GatherRows]:
+        done: dict[int, GatherRows] = {}
+        for group in self.attn_groups[0]:
+            builder = group.get_metadata_builder(0)
+            for name in group.layer_names:
+                own = metadata[name]
+                if id(own) not in done:
+                    done[id(own)] = gather_rows(
+                        torch.from_numpy(batch.starts),
+                        builder,
+                        rows,
+                        self._vtoken_scratch,
+                        self.vtoken_layout.block_size,
+                    )
+                    attach_rows(own, done[id(own)])
+        return list(done.values())
+
+    def _attach_pages(
+        self, metadata: dict[str, Any], rows: list[tuple[int, torch.Tensor]]
+    ) -> list[PageRows]:
+        if self._vtoken_pages is None:
+            caches = {name: layer.kv_cache for name, layer in self._vtoken_layers.items()}
+            self._vtoken_pages = PageTables(self._reserve_pages(), caches)
+        given = []
+        for own in {id(metadata[name]): metadata[name] for name in self._vtoken_layers}.values():
+            given.append(self._vtoken_pages.fill(own, rows))
+            attach_pages(own, given[-1])
+        return given
+
+    def _attach_tap(self, metadata: dict[str, Any], prepared: PreparedStep, taps: Taps) -> None:
+        why_not = capability_of(self._vtoken_backend).why_no_scores
+        if why_not:
+            raise UnsupportedConfiguration(why_not)
+        names = list(self._vtoken_layers)
+        by_stride = {tap.stride: tapped_layers(names, tap.stride) for tap in taps.rows.values()}
+        wanted = set().union(*by_stride.values())
+        layers = {name: self._tapped_layer(name) for name in names if name in wanted}
+        heads = next(iter(layers.values())).num_heads  # the same in all; see `score_support.py`
+        batch = prepared.batch
+        places = {req_id: row for row, req_id in enumerate(batch.req_ids)}
+        rows = {
+            req_id: scored_row(
+                tap,
+                batch.chunk(places[req_id]),
+                self._read_slots(prepared, places[req_id]),
+                self.vtoken_layout.block_size,
+                layers=len(by_stride[tap.stride]),
+                heads=heads,
+            )
+            for req_id, tap in taps.rows.items()
+        }
+        if self.vtoken_captures:
+            self._vtoken_tap = CapturedTap(taps, rows, layers, names, buffers=self._queries())
+        else:
+            self._vtoken_tap = DirectTap(taps, rows, layers, names)
+        self._attach_to_all({name: metadata[name] for name in layers}, self._vtoken_tap)
+
+    def _complete_dummy(self, metadata: Any) -> None:
+        """Of a run of vLLM's that is no scheduled step, but may be what is captured."""
+        if not metadata or not isinstance(metadata, dict):
+            return  # a run without attention
+        if self.vtoken_always_pages:
+            self._vtoken_uses.of_dummy(self._attach_pages(metadata, []))
+        if self.vtoken_captures:
+            self._attach_to_all(metadata, self._queries())
+
+    def _attach_to_all(self, metadata: dict[str, Any], tap: StepTap | QueryBuffers) -> None:
+        for own in {id(own): own for own in metadata.values()}.values():
+            attach_tap(own, tap)
+
+    def _queries(self) -> QueryBuffers:
+        if self._vtoken_queries is None:
+            most = self.vllm_config.scheduler_config.max_num_batched_tokens
+            self._vtoken_queries = QueryBuffers(most)
+        return self._vtoken_queries
+
+    def _tapped_layer(self, name: str) -> TappedLayer:
+        if name not in self._vtoken_tapped:
+            self._vtoken_tapped[name] = TappedLayer.of(self._vtoken_layers[name])
+        return self._vtoken_tapped[name]
+
+    def _read_slots(self, prepared: PreparedStep, row: int) -> np.ndarray:
+        """Slots that attention reads for a row of the batch, in its order, int64 `[k]`."""
+        batch = prepared.batch
+        gathered = prepared.rows.get(batch.req_ids[row])
+        if gathered is not None:
+            return gathered.cpu().numpy()
+        size = self.vtoken_layout.block_size
+        length = int(batch.lengths[row])
+        blocks = batch.blocks(row, -(-length // size))
+        slots = blocks.astype(np.int64)[:, None] * size + np.arange(size)
+        return slots.ravel()[:length]
+
+    def _finish_tap(self) -> None:
+        tap, self._vtoken_tap = self._vtoken_tap, None
+        if tap is None:
+            return
+        step = tap.finish()
+        for req_id, row in tap.rows.items():
+            self.vtoken_checker.check_scores(
+                req_id,
+                step.rows[req_id].values,
+                queries=row.num_queries,
+                heads=step.rows[req_id].heads,
+            )
+        self._vtoken_scores.append(step)
