@@ -13,6 +13,7 @@ from vtoken.core.layout import NO_FLIGHT, CopyOrder, LayoutChange, StepOrders
 from vtoken.errors import InvariantViolation
 from vtoken.kv.mover import Mover
 from vtoken.kv.streams import CopyEvent, CopyFailed, CopyStream
+from vtoken.kv.translation import on_device
 
 
 class RelocationWatch(Protocol):
@@ -156,4 +157,4 @@ class Relocator:
         self._run(lambda: check(what), kind="attend", owner=owner, reads=reads, writes=())
 
     def _slots(self, slots: IntArray) -> torch.Tensor:
-        return torch.from_numpy(slots.astype(np.int64)).to(self.mover.layout.device)
+        return on_device(slots, self.mover.layout.device)

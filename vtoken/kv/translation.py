@@ -9,8 +9,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from vtoken.core.arrays import IntArray
 from vtoken.core.layout import StepLayout
 from vtoken.errors import InvariantViolation
+
+
+def on_device(slots: IntArray, device: torch.device | str) -> torch.Tensor:
+    """Slots as int64 `[n]` on a device, in the order of its current stream.
+
+    The host waits neither for the transfer nor for what the stream was given before, which it would
+    from ordinary memory.
+    """
+    found = torch.from_numpy(slots.astype(np.int64))
+    if torch.device(device).type == "cpu":
+        return found
+    return found.pin_memory().to(device, non_blocking=True)
 
 
 class TranslationCache:
@@ -55,5 +68,5 @@ class TranslationCache:
         """The request has no row any more."""
         self._slots.pop(req_id, None)
 
-    def _tensor(self, slots: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(slots.astype(np.int64)).to(self._device)
+    def _tensor(self, slots: IntArray) -> torch.Tensor:
+        return on_device(slots, self._device)
