@@ -6,6 +6,11 @@ VTOKEN_TORCH_INDEX ?=
 # Set either to choose other tests or arguments: make test PYTEST_ARGS="-k policies"
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+# For make test-gpu: a Python whose torch sees a CUDA device, where the report goes, and whether to
+# run what needs vLLM too.
+GPU_PYTHON ?= python3
+GPU_JSON ?= out/gpu.json
+GPU_VLLM ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -70,13 +75,18 @@ test: lint ## set up, lint, type-check and run every test
 	VTOKEN_TEST_RUNNER=v2 $(BIN)/python -m pytest -m every_runner tests/engine tests/scenarios \
 	  $(PYTEST_ARGS) $(if $(strip $(PYTEST_ARGS)),|| [ $$? = 5 ])
 	VTOKEN_TEST_ATTENTION=triton $(BIN)/python -m pytest tests/engine/test_page_view.py \
-	  tests/unit/test_triton_copy.py $(PYTEST_ARGS) $(if $(strip $(PYTEST_ARGS)),|| [ $$? = 5 ])
+	  tests/unit/test_triton_copy.py tests/gpu/test_paged_attention.py \
+	  tests/gpu/test_graph_replay.py $(PYTEST_ARGS) $(if $(strip $(PYTEST_ARGS)),|| [ $$? = 5 ])
 
 test-fast: setup ## the tests that need no engine
 	$(BIN)/python -m pytest -m "not engine and not gpu and not slow" $(PYTEST_ARGS)
 
-test-gpu: setup ## the tests that need a CUDA device (they skip without one)
-	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
+# By any Python that has torch, Triton, numpy and pytest: the environment of `make setup` has torch's
+# CPU build. What needs vLLM as well takes minutes, and runs with GPU_VLLM=1 only.
+test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON; and a report of them
+	@python="$$($(GPU_PYTHON) tests/gpu/look.py $(BIN)/python)"
+	VTOKEN_GPU_JSON="$(abspath $(GPU_JSON))" $$python -m pytest tests/gpu \
+	  $(if $(GPU_VLLM),,-m "not gpu_vllm") $(PYTEST_ARGS)
 
 # `spec` is imported as `vtoken_spec`; the link lets mypy see it under that name.
 lint: setup ## ruff and mypy

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import pytest
 import torch
 
+from support.lanes import NoWaitForCompute
+from support.where import on_device
 from vtoken.kv import Mover, TokenRowLayout, stack_layers
 from vtoken.kv.cuda_stream import CudaCopyStream
-from vtoken.kv.streams import Copy, CopyEvent
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = on_device
 
 LAYERS, BLOCKS, SIZE, DIM = 4, 64, 16, 64
 #: device clock cycles; some tens of milliseconds
@@ -24,15 +21,6 @@ LONG = 50_000_000
 def mover() -> Mover:
     cache = torch.zeros(LAYERS, BLOCKS, 2, SIZE, 2 * DIM, device="cuda")
     return Mover(TokenRowLayout(stack_layers(list(cache))))
-
-
-class NoWaitForCompute(CudaCopyStream):
-    """The control: copies start without regard to what the compute stream was given."""
-
-    def launch(self, copies: Sequence[Copy]) -> CopyEvent:
-        # Launched from an idle stream, that one is what the copy stream waits for.
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            return super().launch(copies)
 
 
 def write_then_copy(make: Callable[[torch.device], CudaCopyStream]) -> float:

@@ -1,19 +1,15 @@
-"""The mover on a CUDA device: the same bytes as a token-by-token copy, and how fast. Needs torch,
-and Triton for the mover's own kernel."""
+"""The mover on a CUDA device: the same bytes as a token-by-token copy. Needs torch, and Triton for
+the mover's own kernel."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 
+from support.where import on_device
 from vtoken.kv import Mover, TokenRowLayout, payload_digests, stack_layers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = on_device
 
 LAYERS, BLOCKS, SIZE, DIM = 3, 40, 16, 32
 
@@ -49,37 +45,3 @@ def test_moves_carry_every_byte_of_every_layer(
     assert payload_digests(layout.read(targets)) == before
     for layer, want in zip(layers, expected, strict=True):
         assert torch.equal(layer, want)
-
-
-def milliseconds(action: Callable[[], object]) -> float:
-    """Best of twenty, by the device's clock."""
-    times = []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        action()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
-
-
-@pytest.mark.parametrize("spread", ["scattered", "whole blocks"])
-def test_a_plan_of_4096_tokens_reaches_seven_tenths_of_a_plain_copy(
-    spread: str, record_property: Callable[[str, object], None]
-) -> None:
-    """32 layers of 8 heads of 128, bf16: 0.5 GB of K and V, read and written."""
-    blocks = 1024
-    cache = torch.zeros(32, blocks, 8, SIZE, 2 * 128, dtype=torch.bfloat16, device="cuda")
-    mover, count = Mover(TokenRowLayout(stack_layers(list(cache)))), 4096
-    order = torch.arange(blocks * SIZE, device="cuda")
-    if spread == "scattered":
-        order = torch.randperm(blocks * SIZE, device="cuda")
-    sources, targets = order[:count].sort()[0], order[count : 2 * count].sort()[0]
-    volume = count * mover.layout.token_bytes
-    plain = torch.empty(2, volume // 2, dtype=torch.bfloat16, device="cuda")
-    copied = milliseconds(lambda: plain[1].copy_(plain[0]))
-    moved = milliseconds(lambda: mover.move(sources, targets))
-    record_property("of_a_plain_copy", copied / moved)
-    record_property("gigabytes_per_second", 2 * volume / moved / 1e6)
-    assert copied / moved >= 0.7
