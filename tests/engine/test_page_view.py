@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from support.engines import BLOCK, Engine, Served
-from support.exactness import Comparison
+from support.exactness import Comparison, ScoreComparison, compare_scores
 from vtoken.errors import UnsupportedConfiguration
 from vtoken.models import ensure_tiny_llama
 from vtoken.vllm.pages import PageTables, one_token_pages
+from vtoken.vllm.query_buffers import QueryBuffers
 from vtoken.vllm.triton_attention import TritonAttentionImpl, VTokenTritonAttentionImpl
 
 pytestmark = pytest.mark.engine
@@ -137,6 +138,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.captured: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+        self.taps: dict[tuple[str, int], QueryBuffers] = {}
         self.replays = 0
         self._eager, self._stock = VTokenTritonAttentionImpl.forward, TritonAttentionImpl.forward
         self._arguments = signature(self._stock)
@@ -151,8 +153,15 @@ class Graphs:
                 self.captured[key] = (given["kv_cache"], metadata)
             return self._stock(*args, **named)
 
+        hand_over = QueryBuffers.hand_over
+
+        def copying(buffers: QueryBuffers, name: str, query: torch.Tensor) -> None:
+            self.taps[name, len(query)] = buffers
+            hand_over(buffers, name, query)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TritonAttentionImpl, "forward", noting)
+            patch.setattr(QueryBuffers, "hand_over", copying)
             for size in sizes:
                 runner._dummy_run(size, force_attention=True, uniform_decode=True)
 
@@ -166,7 +175,9 @@ class Graphs:
         self.replays += 1
         key = (given["layer"].layer_name, metadata.num_actual_tokens)
         given["kv_cache"], given["attn_metadata"] = self.captured[key]
-        return self._stock(*bound.args, **bound.kwargs)
+        output = self._stock(*bound.args, **bound.kwargs)
+        self.taps[key].hand_over(given["layer"].layer_name, given["query"])
+        return output
 
 
 @pytest.fixture
@@ -174,6 +185,7 @@ def graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """An engine that replays its decode steps."""
     made = Graphs()
     monkeypatch.setattr(engine.runner, "vtoken_always_pages", True)
+    monkeypatch.setattr(engine.runner, "vtoken_captures", True)
     engine.configure(policy="random", budget=20, reclaim="off", checks=3, seed=5)
     made.capture(engine.runner, range(1, 5))
 
@@ -184,21 +196,43 @@ def graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return made
 
 
-def serve_four(engine: Engine, mode: str) -> tuple[Served, Comparison]:
+def serve_four(engine: Engine, mode: str, policy: str = "random") -> tuple[Served, Comparison]:
     rng = np.random.default_rng(8)
     prompts = [rng.integers(3, 259, n).tolist() for n in (20, 43, 26, 31)]
-    engine.configure(policy="random", budget=20, reclaim=mode, checks=3, seed=6, **MODES[mode])
+    engine.configure(policy=policy, budget=20, reclaim=mode, checks=3, seed=6, **MODES[mode])
     served = engine.serve(prompts, 9)
     return served, engine.compare(served)
 
 
-@pytest.mark.parametrize("mode", ["off", "background"])
+def weights_of(engine: Engine, served: Served) -> ScoreComparison:
+    total = ScoreComparison()
+    for life in served.lives:
+        total.add(compare_scores(engine.reference, life, served.tokens_of(life)))
+    assert total.missed == 0
+    assert total.prompts >= 4
+    return total
+
+
+def test_weights_equal_eager_attention(engine: Engine) -> None:
+    """H2O on the GPU's kernels: rows with holes, q used in the layers."""
+    served, found = serve_four(engine, "off", "h2o")
+    assert found.max_error <= ABSOLUTE
+    weights = weights_of(engine, served)
+    assert weights.after_eviction > 25
+    assert weights.max_error <= 1e-6
+
+
+@pytest.mark.parametrize(("mode", "policy"), [("background", "random"), ("off", "h2o")])
 def test_replayed_attention_reads_the_page_view_through_buffers_that_stay(
-    engine: Engine, graphs: Graphs, mode: str
+    engine: Engine, graphs: Graphs, mode: str, policy: str
 ) -> None:
-    """Full CUDA graphs: only the contents of what was captured change."""
-    served, found = serve_four(engine, mode)
+    """Full CUDA graphs: only the contents of what was captured change; q is copied there too."""
+    served, found = serve_four(engine, mode, policy)
     assert graphs.replays > 6
+    if policy == "h2o":
+        weights = weights_of(engine, served)
+        assert weights.after_eviction > 25
+        assert weights.max_error <= 1e-6
     assert served.report["tokens"]["evicted"] > 50
     assert found.rows_after_eviction > 30
     assert found.max_error <= ABSOLUTE

@@ -12,6 +12,7 @@ from support.mutation import Mutant, mutant
 _LEDGER = "vtoken.policies.ledger"
 _SCORES = "vtoken.policies.scores"
 _TAP = "vtoken.vllm.scores"
+_BUFFERS = "vtoken.vllm.query_buffers:QueryBuffers"
 _ASKED = "vtoken.policies.judging:view_to_ask"
 _ALL = ("eager", "off", "background")
 
@@ -91,23 +92,27 @@ TAP: tuple[Mutant, ...] = tuple(
                "row.all_heads[:, rank * heads : (rank + 1) * heads]", "row.all_heads[:, :heads]",
                "bytes crash"),
         mutant("q is kept by reference and used when it has changed",
-               f"{_TAP}:QueryBuffers.hand_over",
+               f"{_BUFFERS}.hand_over",
                "self._buffers[name][: len(query)].copy_(query)", "self._buffers[name] = query",
                "bytes"),
-        mutant("captured copies are not counted", f"{_TAP}:QueryBuffers.hand_over",
-               "self._counts[name].add_(1)", "pass", "L6 bytes"),
-        mutant("one buffer serves all layers", f"{_TAP}:QueryBuffers.query",
+        mutant("captured copies are not counted", f"{_BUFFERS}.hand_over",
+               "self._counts[self._places[name]].add_(1)", "pass", "L6 bytes"),
+        mutant("one buffer serves all layers", f"{_BUFFERS}.query",
                "return self._buffers[name]", "return next(iter(self._buffers.values()))", "bytes"),
+        mutant("a row's weights of single layers overwrite each other", f"{_TAP}:DeviceSums.add",
+               "self._total + total", "total", "bytes"),
+        mutant("a long step's queries are handed over twice", f"{_TAP}:CapturedTap._complete",
+               "if name not in self._taken:", "if True:", "bytes crash"),
         mutant("slots beside the listed ones are read", "vtoken.kv.scores:ScoredRow.of",
                "places = (index * block_size + offsets)",
                "places = (index * block_size + (offsets ^ 1))", "bytes"),
-        mutant("queries see the tokens after them", "vtoken.kv.scores:plain_row",
+        mutant("queries see the tokens after them", "vtoken.kv.scores:row_weights",
                "newest = torch.arange(count - observing, count, device=keys.device)[:, None]",
                "newest = torch.full((observing, 1), count, device=keys.device)", "bytes"),
-        mutant("query heads are dealt to KV heads in turn", "vtoken.kv.scores:plain_row",
+        mutant("query heads are dealt to KV heads in turn", "vtoken.kv.scores:row_weights",
                "read = read.repeat_interleave(num_heads // num_kv, dim=0)",
                "read = read.repeat(num_heads // num_kv, 1, 1)", "bytes"),
-        mutant("the soft cap is left out", "vtoken.kv.scores:plain_row", "if cap:", "if False:",
+        mutant("the soft cap is left out", "vtoken.kv.scores:row_weights", "if cap:", "if False:",
                "bytes"),
     )
 )  # fmt: skip

@@ -52,9 +52,9 @@ def tapped_step(seed: int) -> None:
     Raises:
         AssertionError: another number than the softmax has.
     """
-    from vtoken.kv.scores import HostKeys
     from vtoken.policies.taps import RowTap, Taps
     from vtoken.vllm import scores
+    from vtoken.vllm.query_buffers import QueryBuffers
 
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -70,6 +70,7 @@ def tapped_step(seed: int) -> None:
     caches = torch.randn((ranks, LAYERS, *shape), generator=generator)
     queries = torch.randn((ranks, LAYERS, count * CHUNK, HEADS, DIM), generator=generator)
     cap = [0.0, 2.0][seed // 2 % 2]
+    transposed = seed % 5 > 1
 
     def on_rank(rank: int, others: torch.Tensor | None) -> Any:
         patch = pytest.MonkeyPatch()
@@ -89,9 +90,13 @@ def tapped_step(seed: int) -> None:
             for index, name in enumerate(names):
                 if name in wanted:
                     cache = caches[rank, index]
-                    keys = HostKeys(cache)
-                    keys.usable = keys.usable and seed % 3 > 0
-                    layers[name] = scores.TappedLayer(cache, HEADS, DIM, DIM**-0.5, cap, keys)
+                    impl = SimpleNamespace(logits_soft_cap=cap, num_heads=HEADS, scale=DIM**-0.5)
+                    layers[name] = scores.TappedLayer.of(
+                        SimpleNamespace(impl=impl, kv_cache=cache), transposed=transposed
+                    )
+                    host = layers[name].host
+                    if host is not None:
+                        host.usable = host.usable and seed % 3 > 0
             rows = {
                 name: scores.scored_row(
                     own,
@@ -109,7 +114,12 @@ def tapped_step(seed: int) -> None:
                 for index, name in enumerate(names):
                     made.hand_over(name, queries[rank, index])
                 return made.finish(), parts
-            buffers, graph = scores.QueryBuffers(count * CHUNK + 3), Graph()
+            if seed % 8 > 5:  # a step that is longer than what is captured
+                made = scores.CapturedTap(*step, buffers=QueryBuffers(names, count * CHUNK - 1))
+                for index, name in enumerate(names):
+                    made.hand_over(name, queries[rank, index])
+                return made.finish(), parts
+            buffers, graph = QueryBuffers(names, count * CHUNK + 3), Graph()
             passing = torch.zeros_like(queries[rank, 0])  # every layer has its q here in turn
             for name in names:
                 with graph:
@@ -134,7 +144,7 @@ def tapped_step(seed: int) -> None:
         want = []
         for index in _layers(own.stride):
             for rank in range(ranks):
-                read = _keys(caches[rank, index], slots[name])
+                read = _keys(caches[rank, index], slots[name], transposed=transposed)
                 chunk = queries[rank, index, n * CHUNK : (n + 1) * CHUNK]
                 want.append(_softmax(chunk, read, own.queries, cap))
         by_head = np.concatenate(want)
@@ -151,10 +161,15 @@ def _layers(stride: int) -> list[int]:
     return [n for n in range(LAYERS) if (n + 1) % stride == 0] or [LAYERS - 1]
 
 
-def _keys(cache: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-    """K of the slots, `[slots, kv_heads, DIM]`: component d of token t at `d * BLOCK + t`."""
-    flat, component = cache.reshape(BLOCKS, KV_HEADS, -1), torch.arange(DIM) * BLOCK
-    rows = [flat[slot // BLOCK, :, component + slot % BLOCK] for slot in slots.tolist()]
+def _keys(cache: torch.Tensor, slots: np.ndarray, *, transposed: bool) -> torch.Tensor:
+    """K of the slots, `[slots, kv_heads, DIM]`. Component d of token t lies at `d * BLOCK + t` of
+    its block and head if transposed, else at `t * 2 * DIM + d`."""
+    flat, component = cache.reshape(BLOCKS, KV_HEADS, -1), torch.arange(DIM)
+    rows = []
+    for slot in slots.tolist():
+        token = slot % BLOCK
+        place = component * BLOCK + token if transposed else component + token * 2 * DIM
+        rows.append(flat[slot // BLOCK, :, place])
     return torch.stack(rows)
 
 

@@ -19,8 +19,12 @@ pytestmark = pytest.mark.engine
 WHY = "there is no telescope; buy one"
 
 
-def vllm_config(*, stages: int = 1, dtype: str = "auto", policy: str = "h2o") -> Any:
+def vllm_config(
+    *, stages: int = 1, dtype: str = "auto", policy: str = "h2o", backend: str | None = None
+) -> Any:
+    named = None if backend is None else SimpleNamespace(name=backend)
     return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=named),
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         cache_config=SimpleNamespace(cache_dtype=dtype),
         additional_config={"vtoken": {"policy": policy, "budget": 64}},
@@ -34,15 +38,18 @@ def vllm_config(*, stages: int = 1, dtype: str = "auto", policy: str = "h2o") ->
         ({"dtype": "bfloat16"}, True, ""),
         ({"stages": 2}, True, "each pipeline stage would have a part of them; set --pipeline-par"),
         ({"dtype": "fp8_e4m3"}, True, "does not read quantised keys (KV cache dtype fp8_e4m3)"),
-        ({}, False, "the score tap exists for vLLM's CPU kernels only; choose a policy"),
+        ({}, False, "vLLM's CPU and Triton attention only; start with --attention-backend"),
+        ({"backend": "FLASH_ATTN"}, False, "vLLM's CPU and Triton attention only; start with"),
+        ({"backend": "TRITON_ATTN"}, False, ""),
+        ({"backend": "TRITON_ATTN", "dtype": "fp8"}, False, "does not read quantised keys"),
     ],
 )
 def test_a_configuration_without_a_tap_is_refused_for_policies_that_need_it_and_no_others(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cpu: bool, reason: str
 ) -> None:
-    from vtoken.vllm import guards, score_support
+    from vtoken.vllm import guards, holes, score_support
 
-    monkeypatch.setattr(score_support, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(holes, "on_cpu", lambda: cpu)
     config = vllm_config(**changes)
     assert reason in score_support.why_no_scores(config)
     told = list(guards._score_refusals(config, VTokenConfig(policy="h2o", budget=64)))
@@ -67,7 +74,7 @@ def test_layers_whose_weights_are_no_plain_softmax_are_named() -> None:
     assert why_no_scores_in(plain) == "", "soft caps are part of what the tap computes"
     sinks = {**plain, "c": SimpleNamespace(impl=SimpleNamespace(num_heads=4, sinks=object()))}
     assert why_no_scores_in(sinks).startswith("layer c has attention sinks, a share of the softmax")
-    for backend, why in (("CPU_ATTN", ""), ("TRITON_ATTN", "the score tap exists for vLLM's CPU")):
+    for backend, why in (("TRITON_ATTN", ""), ("FLASH_ATTN", "the score tap exists for")):
         other = layer()
         other.attn_backend = SimpleNamespace(get_name=lambda backend=backend: backend)
         assert why_no_scores_in({**plain, "c": other}).startswith(why)
@@ -131,10 +138,6 @@ def test_the_front_end_answers_a_request_with_the_reason(
         assert str(caught.value).startswith(f"this request's vtoken options: {text}")
     for asked in OTHERS:
         RequestGuard.validate_params(SamplingParams(extra_args=asked))
-    without_tap.announce_no_scores("")
-    monkeypatch.setattr(without_tap, "on_cpu", lambda: False)
-    with pytest.raises(VLLMValidationError, match="score tap exists for vLLM's CPU kernels only"):
-        RequestGuard.validate_params(SamplingParams(extra_args=ASKING[0]))
 
 
 def test_the_scheduler_ends_a_request_that_the_front_end_let_pass() -> None:

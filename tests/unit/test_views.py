@@ -22,10 +22,11 @@ def test_each_backend_says_why_a_view_is_off() -> None:
 def test_a_backend_without_a_score_tap_says_why() -> None:
     from vtoken.vllm.views import CAPABILITIES, capability_of
 
-    assert capability_of("CPU_ATTN").why_no_scores == ""
-    others = [able for name, able in CAPABILITIES.items() if name != "CPU_ATTN"]
+    with_tap = {"CPU_ATTN", "TRITON_ATTN"}
+    assert {name for name, able in CAPABILITIES.items() if not able.why_no_scores} == with_tap
+    others = [able for name, able in CAPABILITIES.items() if name not in with_tap]
     for able in (*others, capability_of("SOMETHING_NEW")):
-        assert "choose a policy that needs no attention weights" in able.why_no_scores
+        assert "--attention-backend TRITON_ATTN, or choose a policy" in able.why_no_scores
 
 
 def test_the_table_names_backends_that_vllm_has() -> None:

@@ -91,6 +91,11 @@ def keys_of(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((blocks, heads, content // 2, tokens), strides, cache.storage_offset())
 
 
+def key_rows_of(cache: torch.Tensor) -> torch.Tensor:
+    """The same view where a token's K and V lie in a row, with any strides before that."""
+    return cache[..., : cache.shape[-1] // 2].transpose(2, 3)
+
+
 def plain_row(
     row: ScoredRow, layer: int, query: torch.Tensor, keys: torch.Tensor, scale: float, cap: float
 ) -> None:
@@ -98,6 +103,21 @@ def plain_row(
 
     Args:
         layer: place in `row.per_head`.
+        query, keys, scale, cap: see `row_weights`.
+    """
+    weights = row_weights(row, query, keys, scale, cap).cpu().numpy()
+    row.values += weights.sum(0)
+    if row.per_head is not None:
+        row.per_head[layer] += weights
+
+
+def row_weights(
+    row: ScoredRow, query: torch.Tensor, keys: torch.Tensor, scale: float, cap: float
+) -> torch.Tensor:
+    """One layer's weights of `row`, added up over its queries; float32 `[heads, k]`, where the keys
+    are.
+
+    Args:
         query: the batch's queries after rotary embedding, `[tokens, heads, head_dim]`.
         keys: `[blocks, kv_heads, head_dim, tokens]`, the step's own keys included.
         scale: what q K^T is multiplied with.
@@ -116,10 +136,7 @@ def plain_row(
     count, observing = len(places), row.num_queries
     newest = torch.arange(count - observing, count, device=keys.device)[:, None]
     hidden = torch.arange(count, device=keys.device)[None, :] > newest
-    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).sum(1).cpu().numpy()
-    row.values += weights.sum(0)
-    if row.per_head is not None:
-        row.per_head[layer] += weights
+    return logits.masked_fill(hidden, float("-inf")).softmax(-1).sum(1)
 
 
 class HostKeys:

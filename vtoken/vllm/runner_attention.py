@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from vtoken.checks.worker import WorkerChecker
+from vtoken.config import VTokenConfig
 from vtoken.errors import UnsupportedConfiguration
+from vtoken.kv import TransposedKeyLayout
 from vtoken.kv.layouts import KVLayout
 from vtoken.policies.taps import TappedStep, Taps
 from vtoken.vllm.backend import GatherRows, GatherScratch, attach_rows, gather_rows
@@ -17,10 +19,10 @@ from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.holes import has_full_graphs, has_page_view, leaves_holes
 from vtoken.vllm.metadata import StepMetadata
 from vtoken.vllm.pages import PageBuffers, PageRows, PageTables, ViewUse, attach_pages
+from vtoken.vllm.query_buffers import QueryBuffers
 from vtoken.vllm.scores import (
     CapturedTap,
     DirectTap,
-    QueryBuffers,
     StepTap,
     TappedLayer,
     attach_tap,
@@ -49,35 +51,56 @@ class VTokenRunnerAttention:
     _vtoken_backend: str
     _vtoken_layers: dict[str, Any]
     _vtoken_page_buffers: PageBuffers | None = None
+    _vtoken_queries: QueryBuffers | None = None
     _vtoken_tap: StepTap | None = None
     #: scores that no output has taken along yet
     _vtoken_scores: list[TappedStep]
 
-    def _meet_layers(self, layers: dict[str, Any], backend: str) -> None:
-        """Start with a new KV cache; `vtoken_layout` is its.
+    def _meet_layers(self, layers: dict[str, Any]) -> None:
+        """Take attention layers by name, in the model's order; before they have a KV cache, and
+        again when they have one."""
+        self._vtoken_layers = layers
+        self._vtoken_backend = next(iter(layers.values())).attn_backend.get_name()
 
-        Args:
-            layers: attention layers by name, in the model's order.
-            backend: vLLM's name of theirs.
-        """
-        self._vtoken_layers, self._vtoken_backend = layers, backend
+    def _meet_cache(self) -> None:
+        """Start with a new KV cache; `vtoken_layout` is its."""
         self._vtoken_scratch = GatherScratch(self.vtoken_layout)
         self._vtoken_pages: PageTables | None = None
-        self._vtoken_uses = ViewUse(len(layers))
+        self._vtoken_uses = ViewUse(len(self._vtoken_layers))
         self._vtoken_tapped: dict[str, TappedLayer] = {}
-        self._vtoken_queries: QueryBuffers | None = None
-        self.vtoken_always_pages = self._wants_pages and has_full_graphs(self.vllm_config)
+        graphs, settings = has_full_graphs(self.vllm_config), settings_of(self.vllm_config)
+        self.vtoken_always_pages = graphs and self._wants_pages
+        self.vtoken_captures = graphs and self._may_be_tapped(settings)
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        # Here, since vLLM gives its pool the memory that this run does not take.
         if self._wants_pages:
-            # Here, since vLLM gives its pool the memory that this run does not take.
             self._reserve_pages()
+        if has_full_graphs(self.vllm_config) and self._may_be_tapped(settings_of(self.vllm_config)):
+            impl = next(iter(self._vtoken_layers.values())).impl
+            dtype = self.vllm_config.model_config.dtype
+            self._queries().reserve((impl.num_heads, impl.head_size), dtype, self.device)
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     @property
     def _wants_pages(self) -> bool:
         config = self.vllm_config
         return has_page_view(config) and leaves_holes(config, settings_of(config))
+
+    def _may_be_tapped(self, settings: VTokenConfig) -> bool:
+        """A policy of the server's, or one that a request names."""
+        has_tap = not capability_of(self._vtoken_backend).why_no_scores
+        return has_tap and settings.policy != "none"
+
+    def _captured_for(self, settings: VTokenConfig) -> bool:
+        """Whether full CUDA graphs, if there are any, have all that a configuration needs."""
+        if not has_full_graphs(self.vllm_config):
+            return True
+        by_pages = capability_of(self._vtoken_backend).with_holes is View.PAGE_1
+        needs_pages = by_pages and leaves_holes(self.vllm_config, settings)
+        return (self.vtoken_always_pages or not needs_pages) and (
+            self.vtoken_captures or not self._may_be_tapped(settings)
+        )
 
     def _reserve_pages(self) -> PageBuffers:
         if self._vtoken_page_buffers is None:
@@ -184,13 +207,19 @@ class VTokenRunnerAttention:
 
     def _queries(self) -> QueryBuffers:
         if self._vtoken_queries is None:
-            most = self.vllm_config.scheduler_config.max_num_batched_tokens
-            self._vtoken_queries = QueryBuffers(most)
+            config = self.vllm_config
+            most = config.compilation_config.max_cudagraph_capture_size
+            self._vtoken_queries = QueryBuffers(
+                list(self._vtoken_layers), most or config.scheduler_config.max_num_batched_tokens
+            )
         return self._vtoken_queries
 
     def _tapped_layer(self, name: str) -> TappedLayer:
         if name not in self._vtoken_tapped:
-            self._vtoken_tapped[name] = TappedLayer.of(self._vtoken_layers[name])
+            transposed = isinstance(self.vtoken_layout, TransposedKeyLayout)
+            self._vtoken_tapped[name] = TappedLayer.of(
+                self._vtoken_layers[name], transposed=transposed
+            )
         return self._vtoken_tapped[name]
 
     def _read_slots(self, prepared: PreparedStep, row: int) -> np.ndarray:

@@ -29,7 +29,6 @@ from vtoken.vllm.backend import adopt_attention
 from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
 from vtoken.vllm.guards import check_layers
-from vtoken.vllm.holes import has_full_graphs, leaves_holes
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
 from vtoken.vllm.metadata import (
     Sequence as StepSequence,
@@ -43,7 +42,7 @@ from vtoken.vllm.metadata import (
 from vtoken.vllm.runner_attention import VTokenRunnerAttention
 from vtoken.vllm.score_support import why_no_scores_in
 from vtoken.vllm.settings import settings_of
-from vtoken.vllm.views import View, capability_of, view_of
+from vtoken.vllm.views import View, view_of
 
 NO_STEP = StepMetadata()
 
@@ -71,7 +70,8 @@ class VTokenRunnerCore(VTokenRunnerAttention):
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         layers = self.compilation_config.static_forward_context
         check_layers(specs, layers)
-        why_not = why_no_scores_in({name: layers[name] for name in specs})
+        self._meet_layers({name: layers[name] for name in specs})
+        why_not = why_no_scores_in(self._vtoken_layers)
         return {
             name: VTokenAttentionSpec.of(spec, why_no_scores=why_not)
             for name, spec in specs.items()
@@ -81,9 +81,9 @@ class VTokenRunnerCore(VTokenRunnerAttention):
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = [self.compilation_config.static_forward_context[name] for name in names]
-        backend = self.attn_groups[0][0].backend.get_name()
-        adopt_attention(layers, backend)
-        transposed = backend == "CPU_ATTN"
+        self._meet_layers(dict(zip(names, layers, strict=True)))
+        adopt_attention(layers, self._vtoken_backend)
+        transposed = self._vtoken_backend == "CPU_ATTN"
         layout_class = TransposedKeyLayout if transposed else TokenRowLayout
         self.vtoken_layout = layout_class(stack_layers([layer.kv_cache for layer in layers]))
 
@@ -93,22 +93,19 @@ class VTokenRunnerCore(VTokenRunnerAttention):
 
         last = self.kv_cache_config.num_blocks - 1
         probe_layout(self.vtoken_layout, write, (last - 1, last))
-        self._meet_layers(dict(zip(names, layers, strict=True)), backend)
+        self._meet_cache()
         self.vtoken_configure(settings_of(self.vllm_config))
 
     def vtoken_configure(self, settings: VTokenConfig) -> None:
         """Take a configuration from the next step on; all counters start anew.
 
         Raises:
-            UnsupportedConfiguration: it leaves holes, and the CUDA graphs were captured without
-                the view for them.
+            UnsupportedConfiguration: CUDA graphs were captured without what it needs.
         """
-        pages = capability_of(self._vtoken_backend).with_holes is View.PAGE_1
-        captured = pages and has_full_graphs(self.vllm_config) and not self.vtoken_always_pages
-        if captured and leaves_holes(self.vllm_config, settings):
+        if not self._captured_for(settings):
             raise UnsupportedConfiguration(
-                "the CUDA graphs were captured without the view that skips holes; start the engine "
-                "with this configuration"
+                "the CUDA graphs were captured for another configuration; start the engine with "
+                "this one"
             )
         if self.vtoken_stream is not None:
             self.vtoken_stream.close()

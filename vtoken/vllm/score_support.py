@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from vtoken.config import VTokenConfig
+from vtoken.vllm import holes
 from vtoken.vllm.views import NO_TAP, capability_of
 
 #: environment variable with the reason, for the front end's processes, which know no configuration
@@ -27,8 +27,8 @@ _OTHER_POLICY = "choose a policy that needs no attention weights, such as stream
 
 def why_no_scores(config: VllmConfig) -> str:
     """Why a configuration has no score tap, with the way out; empty where it has one."""
-    if not on_cpu():
-        return NO_TAP
+    if why_not := _no_tap_in(config):
+        return why_not
     if config.parallel_config.pipeline_parallel_size > 1:
         return (
             "each pipeline stage would have a part of them; set --pipeline-parallel-size to 1, or "
@@ -41,6 +41,14 @@ def why_no_scores(config: VllmConfig) -> str:
             f"--kv-cache-dtype auto, or {_OTHER_POLICY}"
         )
     return ""
+
+
+def _no_tap_in(config: VllmConfig) -> str:
+    """On a GPU the backend has to be named: which one vLLM would choose is not known yet."""
+    if holes.on_cpu():
+        return ""
+    named = config.attention_config.backend
+    return NO_TAP if named is None else capability_of(named.name).why_no_scores
 
 
 def why_no_scores_in(layers: Mapping[str, Any]) -> str:
@@ -76,8 +84,4 @@ def announce_no_scores(why: str) -> None:
 
 def announced() -> str:
     """The reason as far as a front end knows it; the scheduler knows all of it."""
-    return os.environ.get(NO_SCORES, "") or ("" if on_cpu() else NO_TAP)
-
-
-def on_cpu() -> bool:
-    return bool(current_platform.is_cpu())
+    return os.environ.get(NO_SCORES, "")

@@ -22,8 +22,9 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vtoken.errors import InvariantViolation
-from vtoken.kv.scores import HostKeys, ScoredRow, fast_row, keys_of, plain_row
+from vtoken.kv.scores import HostKeys, ScoredRow, fast_row, key_rows_of, keys_of, row_weights
 from vtoken.policies.taps import RowScores, RowTap, TappedStep, Taps
+from vtoken.vllm.query_buffers import QueryBuffers
 
 _TAP = "vtoken_tap"
 
@@ -33,31 +34,66 @@ class TappedLayer:
     """What the tap knows of an attention layer.
 
     Attributes:
-        cache: its KV cache, `[blocks, kv_heads, tokens, 2 * head_dim]`.
+        keys: K in its KV cache, a view `[blocks, kv_heads, head_dim, tokens]`.
         num_heads: query heads of this rank.
-        scale, cap: of the logits; see `plain_row`.
+        scale, cap: of the logits; see `row_weights`.
+        host: the keys once more, where the compiled pass can read them.
     """
 
-    cache: torch.Tensor
+    keys: torch.Tensor
     num_heads: int
     head_dim: int
     scale: float
     cap: float
-    keys: HostKeys
+    host: HostKeys | None
 
     @classmethod
-    def of(cls, layer: Any) -> TappedLayer:
+    def of(cls, layer: Any, *, transposed: bool) -> TappedLayer:
+        """`transposed`: whether K lies as the CPU kernels keep it; else a token's K is a row."""
         impl, cache = layer.impl, layer.kv_cache
         cap = float(impl.logits_soft_cap or 0)
-        width = cache.shape[-1] // 2
-        return cls(cache, impl.num_heads, width, float(impl.scale), cap, HostKeys(cache))
+        keys = keys_of(cache) if transposed else key_rows_of(cache)
+        host = HostKeys(cache) if transposed else None
+        return cls(keys, impl.num_heads, keys.shape[2], float(impl.scale), cap, host)
 
-    def score(self, row: ScoredRow, index: int, query: torch.Tensor) -> None:
-        """Add this layer's weights to `row`. `query` is `[tokens, heads, head_dim]`."""
-        if self.keys.usable and query.dtype == torch.float32:
-            fast_row(row, index, query.numpy(), self.keys, self.scale, self.cap)
+    def score(self, row: ScoredRow, index: int, query: torch.Tensor, sums: DeviceSums) -> None:
+        """Add this layer's weights to `row`, or to what is added to it at the end.
+
+        Args:
+            index: of the layer, among those tapped for the row.
+            query: `[tokens, heads, head_dim]`.
+        """
+        if self.host is not None and self.host.usable and query.dtype == torch.float32:
+            fast_row(row, index, query.numpy(), self.host, self.scale, self.cap)
         else:
-            plain_row(row, index, query, keys_of(self.cache), self.scale, self.cap)
+            sums.add(index, row_weights(row, query, self.keys, self.scale, self.cap))
+
+
+class DeviceSums:
+    """Weights of one row that stay on the device until the step is over, then cross at once.
+
+    Args:
+        row: what they are added to.
+    """
+
+    def __init__(self, row: ScoredRow) -> None:
+        self._row = row
+        self._total: torch.Tensor | None = None
+        self._by_layer: dict[int, torch.Tensor] = {}
+
+    def add(self, index: int, weights: torch.Tensor) -> None:
+        """A layer's, float32 `[heads, k]`."""
+        total = weights.sum(0)
+        self._total = total if self._total is None else self._total + total
+        if self._row.per_head is not None:
+            self._by_layer[index] = weights
+
+    def finish(self) -> None:
+        if self._total is not None:
+            self._row.values += self._total.cpu().numpy()
+        if self._row.per_head is not None:
+            for index, weights in self._by_layer.items():
+                self._row.per_head[index] += weights.cpu().numpy()
 
 
 def tapped_layers(names: Sequence[str], stride: int) -> list[str]:
@@ -89,6 +125,7 @@ class StepTap(ABC):
         self._readers: dict[str, list[tuple[ScoredRow, int]]] = {name: [] for name in layers}
         #: by request: query heads of this rank, over its layers
         self._heads: dict[str, int] = {}
+        self._sums = {id(row): DeviceSums(row) for row in rows.values()}
         for req_id, row in rows.items():
             own = tapped_layers(names, taps.rows[req_id].stride)
             self._heads[req_id] = sum(self.layers[name].num_heads for name in own)
@@ -127,6 +164,8 @@ class StepTap(ABC):
                 after=handed,
             )
         self._complete()
+        for sums in self._sums.values():
+            sums.finish()
         ranks = get_tp_group().world_size
         _sum_over_ranks(self.rows.values())
         found = {
@@ -141,7 +180,7 @@ class StepTap(ABC):
 
     def _score(self, name: str, query: torch.Tensor) -> None:
         for row, index in self._readers[name]:
-            self.layers[name].score(row, index, query)
+            self.layers[name].score(row, index, query, self._sums[id(row)])
 
 
 class DirectTap(StepTap):
@@ -162,38 +201,6 @@ class DirectTap(StepTap):
         return
 
 
-class QueryBuffers:
-    """Where captured copies of q lie: a buffer for each layer, which keeps its address.
-
-    It is handed queries as a tap is, by every step that is captured; a replay fills the buffers
-    again, and counts, without it.
-
-    Args:
-        num_tokens: most tokens of a step.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, torch.Tensor] = {}
-
-    def hand_over(self, name: str, query: torch.Tensor) -> None:
-        """Two operations on tensors that stay, whatever runs them."""
-        if name not in self._buffers:
-            self._buffers[name] = query.new_zeros((self.num_tokens, *query.shape[1:]))
-            self._counts[name] = torch.zeros((), dtype=torch.int64, device=query.device)
-        self._buffers[name][: len(query)].copy_(query)
-        self._counts[name].add_(1)
-
-    def query(self, name: str) -> torch.Tensor:
-        """What the layer has last handed over, `[num_tokens, heads, head_dim]`."""
-        return self._buffers[name]
-
-    def count(self, name: str) -> int:
-        """How often it has."""
-        return int(self._counts[name]) if name in self._counts else 0
-
-
 class CapturedTap(StepTap):
     """Uses the buffers after the forward pass; see the module's docstring.
 
@@ -204,17 +211,28 @@ class CapturedTap(StepTap):
     def __init__(self, *args: Any, buffers: QueryBuffers) -> None:
         super().__init__(*args)
         self._buffers = buffers
-        self._before = {name: buffers.count(name) for name in self.layers}
+        self._before = buffers.counts()
+        #: layers of a step that is longer than what is captured, and used at once
+        self._taken: set[str] = set()
 
     def _take(self, name: str, query: torch.Tensor) -> None:
-        self._buffers.hand_over(name, query)
+        if len(query) > self._buffers.num_tokens:
+            self._taken.add(name)
+            self._score(name, query)
+        else:
+            self._buffers.hand_over(name, query)
+
+    def _copied(self) -> set[str]:
+        counts = self._buffers.counts()
+        return {name for name in self.layers if counts[name] == self._before[name] + 1}
 
     def _handed(self) -> int:
-        return sum(self._buffers.count(name) == n + 1 for name, n in self._before.items())
+        return len(self._taken) + len(self._copied() - self._taken)
 
     def _complete(self) -> None:
         for name in self.layers:
-            self._score(name, self._buffers.query(name))
+            if name not in self._taken:
+                self._score(name, self._buffers.query(name))
 
 
 def attach_tap(metadata: Any, tap: StepTap | QueryBuffers) -> None:

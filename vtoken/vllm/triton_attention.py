@@ -9,10 +9,11 @@ import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from vtoken.vllm.pages import pages_of
+from vtoken.vllm.scores import tap_of
 
 
 class VTokenTritonAttentionImpl(TritonAttentionImpl):
-    """vLLM's Triton attention, which takes the page-1 view where a step has one."""
+    """vLLM's Triton attention, with the page-1 view and the score tap where a step has them."""
 
     def forward(
         self,
@@ -26,11 +27,11 @@ class VTokenTritonAttentionImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pages = pages_of(attn_metadata)
+        pages, tap = pages_of(attn_metadata), tap_of(attn_metadata)
         if pages is not None:
             kv_cache, attn_metadata = pages.views[layer.layer_name], pages.metadata
             pages.uses += 1
-        return super().forward(
+        super().forward(
             layer,
             query,
             key,
@@ -41,3 +42,6 @@ class VTokenTritonAttentionImpl(TritonAttentionImpl):
             output_scale,
             output_block_scale,
         )
+        if tap is not None:
+            tap.hand_over(layer.layer_name, query)
+        return output

@@ -27,8 +27,8 @@ class View(StrEnum):
 
 
 NO_TAP = (
-    "the score tap exists for vLLM's CPU kernels only; choose a policy that needs no attention "
-    "weights, such as streaming-llm"
+    "the score tap exists for vLLM's CPU and Triton attention only; start with --attention-backend "
+    "TRITON_ATTN, or choose a policy that needs no attention weights, such as streaming-llm"
 )
 
 
@@ -62,7 +62,9 @@ CAPABILITIES: Mapping[str, Capability] = MappingProxyType(
             MappingProxyType({View.PAGE_1: "its kernels need blocks of 32 tokens"}),
             why_no_scores="",
         ),
-        "TRITON_ATTN": Capability(View.PAGE_1, MappingProxyType({View.GATHER: _CPU_ONLY})),
+        "TRITON_ATTN": Capability(
+            View.PAGE_1, MappingProxyType({View.GATHER: _CPU_ONLY}), why_no_scores=""
+        ),
         "FLASH_ATTN": Capability(
             None, _off(_CPU_ONLY, f"FA2 has no such pages; of FA3 {_UNTESTED}")
         ),
