@@ -198,7 +198,7 @@ def test_s26_a_block_evicted_whole_while_a_step_reads_it(engine: Engine, mode: s
     engine.configure(policy="random", budget=1, checks=3, **MODES[mode])
     engine.scheduler._policy_class = FirstBlock
     prompts = prompts_of(90, 200, 150, 120, seed=50)
-    served = engine.serve(prompts, 80)
+    served = engine.serve(prompts, 60)
     first = served.lives[0]
     assert len(first.evictions) >= 2
     assert all(len(set(ids // BLOCK)) == 1 for _, ids in first.evictions)

@@ -71,7 +71,7 @@ def test_s01_a_request_does_not_depend_on_its_batch_neighbours(engine: Engine) -
     outputs = []
     for count in (1, 4, 16):
         engine.configure(policy="streaming-llm", budget=16, reclaim="eager", checks=3)
-        outputs.append(engine.serve(prompts[:count], 30).outputs)
+        outputs.append(engine.serve(prompts[:count], 16).outputs)
     assert outputs[1][:1] == outputs[0]
     assert outputs[2][:4] == outputs[1]
 
@@ -81,11 +81,11 @@ def test_s04_aborting_a_request_that_a_later_step_holds(engine: Engine) -> None:
     """S04: abort while a step with the request is scheduled: nobody else's bytes change."""
     prompts = [random_prompt(100, seed=s) for s in (1, 2, 3)]
     engine.configure(policy="random", budget=40, reclaim="eager", checks=3)
-    expected = engine.serve(prompts, 60).outputs
+    expected = engine.serve(prompts, 36).outputs
     engine.configure(policy="random", budget=40, reclaim="eager", checks=3)
     outputs: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        engine.submit(str(index), prompt, 60)
+        engine.submit(str(index), prompt, 36)
     for _ in range(20):
         engine.step(outputs)
     engine.llm.llm_engine.abort_request(["1"])
@@ -216,8 +216,8 @@ def test_s22_a_plan_of_a_request_that_is_preempted_in_the_same_step_is_dropped(
     """S22: growing requests push out later ones that evict and plan in every step: their plans
     are dropped with them, and every counter agrees at the end."""
     engine.configure(policy="random", budget=120, reclaim="eager", checks=3)
-    growing = [random_prompt(10, seed=50 + i) for i in range(6)]
-    served = engine.serve([*growing, random_prompt(200, seed=57), random_prompt(210, seed=58)], 120)
+    growing = [random_prompt(45, seed=50 + i) for i in range(6)]
+    served = engine.serve([*growing, random_prompt(200, seed=57), random_prompt(210, seed=58)], 60)
     assert served.report["tokens"]["recomputed_requests"] > 0
     comparison = engine.compare(served)
     assert comparison.max_error <= 1e-5
