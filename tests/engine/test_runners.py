@@ -6,7 +6,9 @@ a second time with Model Runner V2, in Triton's interpreter (`support/interprete
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -16,7 +18,11 @@ import pytest
 
 from support.engines import BLOCK, RUNNER, Engine, engine_on
 from support.exactness import Comparison, Recorder, compare
+from vtoken.config import VTokenConfig
+from vtoken.models import ensure_tiny_llama
 from vtoken.policies import Policy, PolicyParams, PolicyView
+from vtoken.vllm.enable import REQUEST_GUARD
+from vtoken.vllm.request_options import SETTINGS
 from vtoken.vllm.runner_core import NO_STEP
 
 pytestmark = [pytest.mark.engine, pytest.mark.every_runner]
@@ -206,3 +212,27 @@ def test_s26_a_block_evicted_whole_while_a_step_reads_it(engine: Engine, mode: s
     assert found.max_error <= ABSOLUTE
     assert found.wrong_tokens == 0
     assert served.report["blocks_peak"]["vtoken"] > 20, "the pool was not taken"
+
+
+@cache
+def guarded() -> Engine:
+    """Left open: closing an engine ends what others of the process share."""
+    return Engine(
+        ensure_tiny_llama(layers=1), blocks=12, max_model_len=128, logits_processors=[REQUEST_GUARD]
+    )
+
+
+def test_the_guard_of_requests_stands_on_either_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runner has an interface of its own for what the guard is plugged in as."""
+    from vllm.exceptions import VLLMValidationError
+
+    settings = VTokenConfig(policy="random", budget=40)
+    monkeypatch.setenv(SETTINGS, json.dumps(settings.as_dict()))
+    engine = guarded()
+    (prompt,) = prompts_of(30, seed=60)
+    with pytest.raises(VLLMValidationError, match="prompt_logprobs"):
+        engine.submit("0", prompt, 4, prompt_logprobs=1)
+    engine.configure(policy="random", budget=20, checks=3)
+    served = engine.serve([prompt], 6)
+    assert engine.compare(served).max_error <= ABSOLUTE
+    assert [len(output) for output in served.outputs] == [6]
