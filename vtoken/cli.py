@@ -1,4 +1,4 @@
-"""The command line: `vtoken run` and `vtoken serve`, and the commands for traces.
+"""The command line: `vtoken run`, and where the other commands come together.
 
 Exit status: 0 done; 1 a law was violated, or the engine or a policy failed; 2 wrong use or an
 unsupported configuration, with one line that says why and what to do; 130 interrupted.
@@ -61,9 +61,11 @@ from vtoken.options import (
     check_writable,
     load_config,
     read_prompts,
+    trace_file,
     write_json_atomically,
 )
 from vtoken.report import Streamer, ended_early, model_progress, run_result, show_summary
+from vtoken.serve_command import serve
 from vtoken.trace_commands import explain, replay, shrink
 
 app = typer.Typer(
@@ -276,7 +278,7 @@ def run(
         score_every=score_every,
         score_window=score_window,
         seed=seed,
-        trace=_trace_file(trace),
+        trace=trace_file(trace),
     )
     texts = read_prompts(prompts or [], file)
     if json_file is not None:
@@ -329,111 +331,15 @@ def run(
         raise typer.Exit(1)
 
 
-@app.command(
+app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="[MODEL] [OPTIONS] [VLLM FLAGS]",
-)
-def serve(
-    context: typer.Context,
-    policy: PolicyOption = None,
-    budget: BudgetOption = None,
-    budget_ratio: RatioOption = None,
-    slack: SlackOption = None,
-    keep_first: KeepFirstOption = None,
-    keep_recent: KeepRecentOption = None,
-    keep_prompt: KeepPromptOption = None,
-    on_policy_error: PolicyErrorOption = None,
-    policy_time_limit_ms: PolicyTimeOption = None,
-    request_policies: RequestPoliciesOption = None,
-    reclaim: ReclaimOption = None,
-    threshold: ThresholdOption = None,
-    headroom: HeadroomOption = None,
-    copy_budget: CopyBudgetOption = None,
-    moves_per_plan: MovesOption = None,
-    commit_delay: DelayOption = None,
-    force_sync: ForceSyncOption = None,
-    shared_prefix: SharedPrefixOption = None,
-    checks: ChecksOption = None,
-    sinks: SinksOption = None,
-    recent_share: RecentShareOption = None,
-    window: WindowOption = None,
-    recovery: RecoveryOption = None,
-    score_mode: ScoreModeOption = None,
-    score_layers: ScoreLayersOption = None,
-    score_every: ScoreEveryOption = None,
-    score_window: ScoreWindowOption = None,
-    seed: SeedOption = None,
-    config: ConfigOption = None,
-    trace: TraceOption = None,
-    vllm_help: Annotated[
-        bool, typer.Option("--vllm-help", help="Show vLLM's own flags and exit.")
-    ] = False,
-) -> None:
-    """vLLM's OpenAI server with vToken on. All of vLLM's own flags pass through.
-
-    The model is named as for vLLM: first, or with --model. Without one, the
-    embedded SmolLM2-135M is served under the name "smollm2". --config is
-    vToken's here, not vLLM's.
-    """
-    settings = load_config(
-        config,
-        policy=policy,
-        budget=budget,
-        budget_ratio=budget_ratio,
-        slack=slack,
-        keep_first=keep_first,
-        keep_recent=keep_recent,
-        keep_prompt=keep_prompt,
-        on_policy_error=on_policy_error,
-        policy_time_limit_ms=policy_time_limit_ms,
-        request_policies=request_policies,
-        reclaim=reclaim,
-        threshold=threshold,
-        headroom=headroom,
-        copy_budget=copy_budget,
-        moves_per_plan=moves_per_plan,
-        commit_delay=commit_delay,
-        force_sync=force_sync,
-        shared_prefix=shared_prefix,
-        checks=checks,
-        sinks=sinks,
-        recent_share=recent_share,
-        window=window,
-        recovery=recovery,
-        score_mode=score_mode,
-        score_layers=score_layers,
-        score_every=score_every,
-        score_window=score_window,
-        seed=seed,
-        trace=_trace_file(trace),
-    )
-    prepare_environment(quiet=False)
-    from vtoken.vllm.version import check_version
-
-    check_version()
-    from vtoken.vllm.server import parse_flags, serve_forever, show_vllm_help
-
-    if vllm_help:
-        show_vllm_help()
-    flags = [*context.args, *([] if seed is None else ["--seed", str(seed)])]
-    with model_progress(errors) as progress:
-        args = parse_flags(settings, flags, progress=progress)
-    serve_forever(args)
-
-
+)(serve)
 app.command("eval")(evaluate)
 app.command()(fuzz)
 app.command()(replay)
 app.command()(shrink)
 app.command()(explain)
-
-
-def _trace_file(trace: Path | None) -> str | None:
-    """Absolute, because the process that records may have another folder."""
-    if trace is None:
-        return None
-    check_writable(trace)
-    return str(trace.resolve())
 
 
 def _embedded_model() -> Path:

@@ -192,3 +192,11 @@ def write_bytes_atomically(file: Path, content: bytes) -> None:
             raise
     except OSError as error:
         raise Rejected(f"cannot write {file}: {_why(error)}") from error
+
+
+def trace_file(trace: Path | None) -> str | None:
+    """Absolute, because the process that records may have another folder."""
+    if trace is None:
+        return None
+    check_writable(trace)
+    return str(trace.resolve())

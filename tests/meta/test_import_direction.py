@@ -79,10 +79,14 @@ LAYERS = {
         *(*BASE, "vtoken.policies", "vtoken.config", "vtoken.flags", "vtoken.options"),
         *("vtoken.environment", "vtoken.evaluation", "vtoken.report", "vtoken.vllm"),
     ),
+    "vtoken.serve_command": _layer(
+        *(*BASE, "vtoken.flags", "vtoken.options", "vtoken.report"),
+        *("vtoken.environment", "vtoken.vllm"),
+    ),
     "vtoken.cli": _layer(
         *(*BASE, *MIDDLE, "vtoken.flags", "vtoken.options", "vtoken.report"),
         *("vtoken.environment", "vtoken.eval_command", "vtoken.fuzz_command"),
-        *("vtoken.trace_commands", "vtoken.vllm"),
+        *("vtoken.serve_command", "vtoken.trace_commands", "vtoken.vllm"),
     ),
 }
 

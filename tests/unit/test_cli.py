@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vtoken import cli, options
+from vtoken import cli, options, serve_command
 from vtoken.config import VTokenConfig
 from vtoken.errors import EngineFailed, InvariantViolation, Rejected, UnsupportedConfiguration
 
@@ -36,7 +36,8 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the command went on past its input")
 
     monkeypatch.setattr(cli, "_embedded_model", reached)
-    monkeypatch.setattr(cli, "prepare_environment", lambda *, quiet: reached())
+    for module in (cli, serve_command):
+        monkeypatch.setattr(module, "prepare_environment", lambda *, quiet: reached())
 
 
 RUN_ERRORS = {
@@ -136,7 +137,7 @@ def test_every_option_has_a_flag_that_reaches_the_configuration(
         given.update(flags)
         raise Rejected("enough")
 
-    monkeypatch.setattr(cli, "load_config", load_config)
+    monkeypatch.setattr(sys.modules[command.__module__], "load_config", load_config)
     values = {name: object() for name in names - {"trace"}}
     extra = {"context": None} if command is cli.serve else {}
     with pytest.raises(Rejected, match="enough"):
