@@ -63,6 +63,16 @@ class DeviceReport:
         self._tests: dict[str, dict[str, Any]] = {}
         self._began = time.monotonic()
 
+    def pytest_sessionstart(self) -> None:
+        """An earlier run's report is not to be taken for this one's, should this one be stopped."""
+        self._path.unlink(missing_ok=True)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that skips as a whole, or cannot be read, has no tests that would say so."""
+        if report.outcome != "passed":
+            self._tests[report.nodeid] = {"outcome": "passed", "seconds": 0.0, "numbers": {}}
+            self._judge(report)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self._tests.setdefault(
             report.nodeid, {"outcome": "passed", "seconds": 0.0, "numbers": {}}
@@ -70,6 +80,10 @@ class DeviceReport:
         test["seconds"] = round(test["seconds"] + report.duration, 3)
         # A teardown repeats what the call recorded, and may have more.
         test["numbers"].update(report.user_properties)
+        self._judge(report)
+
+    def _judge(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        test = self._tests[report.nodeid]
         if report.skipped:
             test["outcome"] = "skipped"
             test["reason"] = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""

@@ -78,6 +78,8 @@ class Engine:
         blocks: size of the KV pool, the null block included.
         chunk: most tokens of a step, so longer prompts are prefilled in chunks.
         stock: plain vLLM, without vToken.
+        settings: vToken's configuration at the start, which decides what CUDA graphs hold.
+        more: arguments of `LLM`, also in place of those that are given here.
         asynchronous: with vLLM's async scheduling, which its CPU platform switches off; this
             harness switches it on again, so that two steps are in flight.
     """
@@ -92,6 +94,7 @@ class Engine:
         prefix_caching: bool = True,
         stock: bool = False,
         asynchronous: bool = False,
+        settings: VTokenConfig | None = None,
         **more: Any,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -99,27 +102,25 @@ class Engine:
 
         from vtoken.vllm.enable import engine_kwargs
 
-        extra = {} if stock else engine_kwargs(VTokenConfig())
+        extra = {} if stock else engine_kwargs(settings or VTokenConfig())
         if asynchronous:
             extra["scheduler_cls"] = extra["scheduler_cls"].replace(".VToken", ".VTokenAsync")
         self.checkpoint = checkpoint
         with _async_scheduling() if asynchronous else nullcontext():
-            self.llm = LLM(
-                str(checkpoint),
-                enforce_eager=True,
-                dtype="float32",
-                block_size=BLOCK,
-                max_model_len=max_model_len,
-                num_gpu_blocks_override=blocks,
-                kv_cache_memory_bytes=1 << 30,
-                max_num_batched_tokens=chunk,
-                max_num_seqs=16,
-                enable_prefix_caching=prefix_caching,
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **extra,
-                **more,
-            )
+            given = {
+                "enforce_eager": True,
+                "dtype": "float32",
+                "block_size": BLOCK,
+                "max_model_len": max_model_len,
+                "num_gpu_blocks_override": blocks,
+                "kv_cache_memory_bytes": 1 << 30,
+                "max_num_batched_tokens": chunk,
+                "max_num_seqs": 16,
+                "enable_prefix_caching": prefix_caching,
+                "disable_log_stats": True,
+                "use_tqdm_on_load": False,
+            }
+            self.llm = LLM(str(checkpoint), **{**given, **extra, **more})
         core = self.llm.llm_engine.engine_core.engine_core
         self.core = core
         self.scheduler = core.scheduler

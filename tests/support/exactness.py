@@ -70,7 +70,7 @@ class Recorder:
         def compute_logits(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             logits = originals[0](hidden, *args, **kwargs)
             for row, (req_id, last) in enumerate(last_tokens()):
-                self.life(req_id).rows[last] = logits[row].detach().clone()
+                self.life(req_id).rows[last] = logits[row].detach().clone().cpu()
             return logits
 
         def last_tokens() -> list[tuple[str, int]]:

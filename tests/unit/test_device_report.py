@@ -48,6 +48,11 @@ def test_ends_badly(broken):
 def test_plain():
     pass
 """
+SKIPPED_FILE = """
+import pytest
+pytest.importorskip("no_such_module_anywhere")
+"""
+BROKEN_FILE = "import no_such_module_anywhere"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,21 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("sample")
     (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (folder / "test_sample.py").write_text(SAMPLE, encoding="utf-8")
+    (folder / "test_skipped.py").write_text(SKIPPED_FILE, encoding="utf-8")
+    (folder / "test_broken.py").write_text(BROKEN_FILE, encoding="utf-8")
+    (folder / "out").mkdir()
+    (folder / "out" / "report.json").write_text("of an earlier run", encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+        ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
@@ -73,7 +90,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
 def test_each_test_has_its_outcome_time_and_numbers(ran: tuple[dict[str, Any], str]) -> None:
     report, _ = ran
     tests = {name.rpartition("::")[2]: test for name, test in report["tests"].items()}
-    assert {name: test["outcome"] for name, test in tests.items()} == {
+    assert {name: test["outcome"] for name, test in tests.items() if "." not in name} == {
         "test_measures": "passed",
         "test_fails": "failed",
         "test_skips": "skipped",
@@ -84,8 +101,18 @@ def test_each_test_has_its_outcome_time_and_numbers(ran: tuple[dict[str, Any], s
     assert tests["test_fails"]["numbers"] == {"ratio": 2.5}
     assert "no such card" in tests["test_skips"]["reason"]
     assert all(test["seconds"] >= 0 for test in tests.values())
-    assert report["counts"] == {"passed": 2, "failed": 2, "skipped": 1}
     assert report["seconds"] > 0
+
+
+def test_files_without_tests_to_say_so_are_in_it(ran: tuple[dict[str, Any], str]) -> None:
+    report, _ = ran
+    files = {name: test for name, test in report["tests"].items() if "::" not in name}
+    assert {name: test["outcome"] for name, test in files.items()} == {
+        "test_skipped.py": "skipped",
+        "test_broken.py": "failed",
+    }
+    assert all("no_such_module_anywhere" in test["reason"] for test in files.values())
+    assert report["counts"] == {"passed": 2, "failed": 3, "skipped": 2}
 
 
 def test_the_report_names_the_card_or_says_that_there_is_none(
@@ -98,13 +125,14 @@ def test_the_report_names_the_card_or_says_that_there_is_none(
         assert report["card"] == torch.cuda.get_device_name()
     else:
         assert report["card"] is None
-        assert "no CUDA device: 2 passed, 2 failed, 1 skipped" in printed
+        assert "no CUDA device: 2 passed, 3 failed, 2 skipped" in printed
 
 
 def test_the_table_has_what_failed_and_what_was_measured(ran: tuple[dict[str, Any], str]) -> None:
     report, printed = ran
     _, *lines = table(report)
     assert lines == [
+        "  failed  test_broken.py: ",
         "  passed  test_sample.py::test_measures: ratio 0.1235, rows 12",
         "  failed  test_sample.py::test_fails: ratio 2.5",
         "  failed  test_sample.py::test_ends_badly: ",
