@@ -23,6 +23,7 @@ import torch
 
 from vtoken.core.arrays import IntArray
 from vtoken.kv.host_copy import compiled_copy
+from vtoken.kv.translation import on_device
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
@@ -125,8 +126,7 @@ def row_weights(
     """
     observed = query[row.queries].float()
     num_heads, num_kv = observed.shape[1], keys.shape[1]
-    blocks = torch.from_numpy(row.blocks).to(keys.device)
-    places = torch.from_numpy(row.places.astype(np.int64)).to(keys.device)
+    blocks, places = on_device(row.blocks, keys.device), on_device(row.places, keys.device)
     # [kv_heads, head_dim, blocks * tokens], then the live slots only
     read = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, places].float()
     read = read.repeat_interleave(num_heads // num_kv, dim=0)

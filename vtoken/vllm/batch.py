@@ -30,7 +30,7 @@ class Batch(ABC):
     positions: torch.Tensor
 
     @abstractmethod
-    def shorten(self, lag: torch.Tensor) -> None:
+    def shorten(self, lag: IntArray) -> None:
         """Take `lag`, int32 `[rows]`, off the device's and the host's lengths."""
 
     @abstractmethod

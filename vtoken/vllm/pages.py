@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vtoken.errors import InvariantViolation, UnsupportedConfiguration
+from vtoken.kv.translation import on_device
 
 _PAGES = "vtoken_pages"
 #: entries of a row that the kernel may load beyond its end, and ignores: its largest tile
@@ -121,18 +123,18 @@ class PageTables:
 
     def _fill_rows(self, rows: Sequence[tuple[int, torch.Tensor]]) -> None:
         device, width = self.tables.device, self.tables.shape[1]
-        lengths = torch.tensor([len(slots) for _, slots in rows])
-        places = torch.tensor([row for row, _ in rows])
+        places = np.array([row for row, _ in rows])
+        lengths = np.array([len(slots) for _, slots in rows])
         total = int(lengths.sum())
         # Where each row's first page lies in the flat table, less what comes before it in `slots`.
-        shifts = (places * width - (lengths.cumsum(0) - lengths)).to(device, non_blocking=True)
-        lengths = lengths.to(device, non_blocking=True)
+        shifts = places * width - (lengths.cumsum() - lengths)
         slots = torch.cat([slots for _, slots in rows])
         pages = slots // self.block_size * self.between + slots % self.block_size
         index = torch.arange(total, device=device)
-        index += shifts.repeat_interleave(lengths, output_size=total)
+        counts = on_device(lengths, device)
+        index += on_device(shifts, device).repeat_interleave(counts, output_size=total)
         self.tables.view(-1)[index] = pages.to(torch.int32)
-        self.lengths[places.to(device, non_blocking=True)] = lengths.to(torch.int32)
+        self.lengths[on_device(places, device)] = counts.to(torch.int32)
 
 
 def attach_pages(metadata: Any, rows: PageRows) -> None:

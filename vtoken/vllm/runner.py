@@ -11,6 +11,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vtoken.core.arrays import IntArray
+from vtoken.kv.translation import on_device
 from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.runner_core import NO_STEP, VTokenRunnerCore
 
@@ -29,10 +30,10 @@ class BatchV1(Batch):
         self._runner = runner
         self._table = batch.block_table[0].block_table.np
 
-    def shorten(self, lag: torch.Tensor) -> None:
+    def shorten(self, lag: IntArray) -> None:
         runner = self._runner
-        runner.seq_lens[: len(lag)] -= lag.to(runner.device, non_blocking=True)
-        runner.optimistic_seq_lens_cpu[: len(lag)] -= lag
+        runner.seq_lens[: len(lag)] -= on_device(lag, runner.device)
+        runner.optimistic_seq_lens_cpu[: len(lag)] -= torch.from_numpy(lag)
 
     def device_lengths(self) -> IntArray:
         found: IntArray = self._runner.seq_lens[: len(self.req_ids)].cpu().numpy()

@@ -24,7 +24,7 @@ from vtoken.kv.cuda_stream import copy_stream
 from vtoken.kv.layouts import KVLayout
 from vtoken.kv.relocator import Relocator
 from vtoken.kv.streams import CopyStream
-from vtoken.kv.translation import TranslationCache
+from vtoken.kv.translation import TranslationCache, on_device
 from vtoken.vllm.backend import adopt_attention
 from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
@@ -186,7 +186,7 @@ class VTokenRunnerCore(VTokenRunnerAttention):
             slots.append(layout.new_slots[-count:])
             if not layout.holes:
                 dense.append((row, layout.num_live))
-        batch.shorten(torch.from_numpy(lag))
+        batch.shorten(lag)
         if dense and self.vtoken_checker.level:
             places = [row for row, _ in dense]
             self.vtoken_checker.check_lengths(
@@ -194,10 +194,8 @@ class VTokenRunnerCore(VTokenRunnerAttention):
                 batch.lengths[places],
                 np.array([live for _, live in dense]),
             )
-        index = torch.tensor(tokens, device=self.device)
-        batch.slots[index] = torch.from_numpy(np.concatenate(slots).astype(np.int64)).to(
-            self.device
-        )
+        index = on_device(np.array(tokens), self.device)
+        batch.slots[index] = on_device(np.concatenate(slots), self.device)
         return rows
 
     def _fingerprint(self, batch: Batch) -> int:

@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vtoken.core.arrays import IntArray
+from vtoken.kv.translation import on_device
 from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.runner_core import NO_STEP, VTokenRunnerCore
 
@@ -46,9 +47,9 @@ class BatchV2(Batch):
         self.on_device = buffer[: len(source.seq_lens)]
         self._table = table
 
-    def shorten(self, lag: torch.Tensor) -> None:
-        self.on_device[: len(lag)] -= lag.to(self.on_device.device, non_blocking=True)
-        self.upper_bound[: len(lag)] -= lag
+    def shorten(self, lag: IntArray) -> None:
+        self.on_device[: len(lag)] -= on_device(lag, self.on_device.device)
+        self.upper_bound[: len(lag)] -= torch.from_numpy(lag)
 
     def device_lengths(self) -> IntArray:
         found: IntArray = self.on_device[: len(self.req_ids)].cpu().numpy()
