@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 Work = Callable[[], object]
-#: cycles of the device's clock; about two milliseconds, in which the host gets ahead
-HEAD_START = 4_000_000
+#: cycles of the device's clock; about five milliseconds, in which the host gets ahead
+HEAD_START = 10_000_000
 
 
 def milliseconds(work: Work) -> float:

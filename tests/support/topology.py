@@ -88,7 +88,9 @@ class Timeline:
         layout = self.layout
         shape = (len(where.slots), layout.num_layers, 2, layout.num_heads, layout.head_dim)
         values = torch.full(shape, value, device=self.lanes.device)
-        action = self.timed(name, (), where.slots, lambda: layout.write(where.tensor, values))
+        action = self.timed(
+            name, (), where.slots, lambda: layout.write(where.tensor, values), before=1
+        )
         self.lanes.compute(action, kind="write", owner="a", writes=where.slots)
 
     def attend(self, name: str, where: Place) -> None:
@@ -97,7 +99,7 @@ class Timeline:
         def read() -> None:
             self.found[name] = self.layout.read(where.tensor)
 
-        action = self.timed(name, where.slots, (), read, busy_after=True)
+        action = self.timed(name, where.slots, (), read, after=1)
         self.lanes.compute(action, kind="attend", owner="a", reads=where.slots)
 
     def timed(
@@ -107,25 +109,30 @@ class Timeline:
         writes: Iterable[int],
         action: Callable[[], None],
         *,
-        busy_after: bool = False,
+        before: int = 0,
+        after: int = 0,
     ) -> Callable[[], None]:
-        """`action` with a busy time before it, or after it, as an operation of the timeline."""
+        """`action` as an operation of the timeline, whose stream is busy before and after it."""
         stamps: list[Any] = []
         self._noted.append((name, frozenset(reads), frozenset(writes), stamps))
 
         def run() -> None:
             stamps.append(self.lanes.stamp())
-            if busy_after:
-                action()
-            self.lanes.linger()
-            if not busy_after:
-                action()
+            for _ in range(before):
+                self.lanes.linger()
+            action()
+            for _ in range(after):
+                self.lanes.linger()
             stamps.append(self.lanes.stamp())
 
         return run
 
     def mover(self) -> Mover:
-        """One whose copies are operations, "copy 1" and so on."""
+        """One whose copies are operations, "copy 1" and so on.
+
+        A copy reads at once, as it would find what is not written yet, and goes on for longer than
+        the attention beside it, which is over when what follows it begins too soon.
+        """
         timeline = self
 
         class Noting(Mover):
@@ -139,7 +146,7 @@ class Timeline:
             def _noted(self, copy: Copy) -> Copy:
                 self.number += 1
                 slots = copy.sources.tolist(), copy.targets.tolist()
-                run = timeline.timed(f"copy {self.number}", *slots, copy.run)
+                run = timeline.timed(f"copy {self.number}", *slots, copy.run, after=4)
                 return Copy(run, copy.sources, copy.targets, copy.owner)
 
         return Noting(self.layout)
