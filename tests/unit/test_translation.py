@@ -12,7 +12,7 @@ import torch
 
 from vtoken.core import StepLayout
 from vtoken.errors import InvariantViolation
-from vtoken.kv.translation import TranslationCache
+from vtoken.kv.translation import TranslationCache, without
 from vtoken.testing.harness import FakeEngine
 from vtoken.testing.walk import act, drawn_engine
 
@@ -94,3 +94,18 @@ def test_a_chunk_s_own_tokens_come_last_and_in_order() -> None:
     assert cache.take("a", news, 2).tolist() == [2, 6, 8, 9]
     assert cache.take("a", first, 1).dtype == torch.int64
     assert (cache.rebuilds, cache.updates) == (2, 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_dead_leave_and_the_others_keep_their_order(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(60, generator=generator)[: 1 + seed * 2]
+    dead = torch.rand(len(slots), generator=generator) < seed / 19
+    kept = without(slots, dead, int((~dead).sum()))
+    assert torch.equal(kept, slots[~dead])
+
+
+def test_too_many_promised_show_as_slots_that_nobody_has() -> None:
+    slots, dead = torch.tensor([4, 9, 2]), torch.tensor([False, True, False])
+    assert without(slots, dead, 3).tolist() == [4, 2, -1]
+    assert without(slots, dead, 1).tolist() == [4]

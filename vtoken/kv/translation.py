@@ -26,6 +26,21 @@ def on_device(slots: IntArray, device: torch.device | str) -> torch.Tensor:
     return found.pin_memory().to(device, non_blocking=True)
 
 
+def without(slots: torch.Tensor, dead: torch.Tensor, count: int) -> torch.Tensor:
+    """`slots[~dead]`, of which there are `count`: told rather than found out, since a result whose
+    length the device has to say makes the host wait for it.
+
+    Args:
+        slots: int64 `[n]`.
+        dead: bool `[n]`.
+    """
+    alive = ~dead
+    places = torch.where(alive, alive.cumsum(0) - 1, count).clamp_(max=count)
+    # The last place takes what is dead. A slot of -1 is one that `count` promised too many.
+    kept = slots.new_full((count + 1,), -1)
+    return kept.scatter_(0, places, slots)[:count]
+
+
 class TranslationCache:
     """Slots by request; int64 tensors on `device`.
 
@@ -59,7 +74,8 @@ class TranslationCache:
             new = self._tensor(layout.new_slots[-count:])
             # A recycled hole is among those that are gone, in this step or an earlier one.
             if len(layout.gone):
-                known = known[~torch.isin(known, self._tensor(layout.gone))]
+                dead = torch.isin(known, self._tensor(layout.gone))
+                known = without(known, dead, layout.num_live - count)
             slots = torch.cat((known, new))
         self._slots[req_id] = slots
         return slots
