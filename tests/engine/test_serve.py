@@ -333,6 +333,27 @@ def test_flags_of_vllm_pass_through_next_to_vtokens_own(tiny: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "flags", "named"),
+    [
+        ("random", [], "TRITON_ATTN"),
+        ("random", ["--attention-backend", "FLASH_ATTN"], "FLASH_ATTN"),
+        ("random", ["--attention-config.backend", "FLASH_ATTN"], None),
+        ("none", [], None),
+    ],
+)
+def test_on_a_gpu_a_policy_gets_the_backend_that_can_skip_holes(
+    monkeypatch: pytest.MonkeyPatch, tiny: str, policy: str, flags: list[str], named: str | None
+) -> None:
+    from vtoken.vllm import holes
+    from vtoken.vllm.server import parse_flags
+
+    monkeypatch.setattr(holes, "on_cpu", lambda: False)
+    config = VTokenConfig(policy=policy, budget=None if policy == "none" else 64)
+    args = parse_flags(config, [tiny, *flags])
+    assert getattr(args.attention_backend, "name", args.attention_backend) == named
+
+
 def test_vllms_own_flags_alone_turn_it_on(tiny: str, tmp_path: Path) -> None:
     config = VTokenConfig(policy="streaming-llm", budget=BUDGET, checks=2)
     command = [

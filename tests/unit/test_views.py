@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from vtoken.errors import UnsupportedConfiguration
@@ -51,3 +53,28 @@ def test_holes_are_read_through_the_view_of_their_backend() -> None:
 
     assert view_of("CPU_ATTN", holes=True) is View.GATHER
     assert view_of("TRITON_ATTN", holes=True) is View.PAGE_1
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_layer_on_another_backend_than_the_named_one_is_refused_where_holes_come_up(
+    cached: bool,
+) -> None:
+    """As with a backend for each kind of layer."""
+    from vtoken.vllm.runner_attention import VTokenRunnerAttention
+
+    runner = VTokenRunnerAttention()
+    runner.vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=cached),
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name="TRITON_ATTN")),
+        additional_config={"vtoken": {"policy": "random", "budget": 64}},
+    )
+    layers = {
+        name: SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda name=name: name))
+        for name in ("TRITON_ATTN", "FLASH_ATTN")
+    }
+    runner._meet_layers({"a": layers["TRITON_ATTN"]})
+    if cached:
+        with pytest.raises(UnsupportedConfiguration, match="FLASH_ATTN has no view for rows"):
+            runner._meet_layers(layers)
+    else:
+        runner._meet_layers(layers)

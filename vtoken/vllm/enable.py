@@ -60,16 +60,19 @@ def engine_flags(config: VTokenConfig, *, platform: str | None = None) -> list[s
     return flags
 
 
-def cpu_defaults() -> dict[str, Any]:
-    """Engine arguments of `vtoken run` and `vtoken serve` on a CPU, where a user gives none.
+def engine_defaults(config: VTokenConfig) -> dict[str, Any]:
+    """Engine arguments of `vtoken run` and `vtoken serve` where a user gives none.
 
-    fp32, since bf16 is several times slower without AVX512; and vLLM's smallest block, since its
-    default of 128 tokens is larger than many budgets. Empty on other platforms.
+    On a CPU fp32, since bf16 is several times slower without AVX512; and vLLM's smallest block,
+    since its default of 128 tokens is larger than many budgets. On a GPU the one attention backend
+    that can skip holes and has a score tap, where a policy is on.
     """
-    return {"dtype": "float32", "block_size": 32} if _on_cpu() else {}
+    if _on_cpu():
+        return {"dtype": "float32", "block_size": 32}
+    return {} if config.policy == "none" else {"attention_backend": "TRITON_ATTN"}
 
 
 def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
+    from vtoken.vllm.holes import on_cpu
 
-    return bool(current_platform.is_cpu())
+    return on_cpu()

@@ -30,7 +30,7 @@ from vtoken.vllm.scores import (
     tapped_layers,
 )
 from vtoken.vllm.settings import settings_of
-from vtoken.vllm.views import View, capability_of
+from vtoken.vllm.views import View, capability_of, view_of
 
 
 class VTokenRunnerAttention:
@@ -58,7 +58,15 @@ class VTokenRunnerAttention:
 
     def _meet_layers(self, layers: dict[str, Any]) -> None:
         """Take attention layers by name, in the model's order; before they have a KV cache, and
-        again when they have one."""
+        again when they have one.
+
+        Raises:
+            UnsupportedConfiguration: there will be holes, and a layer's backend, which may be
+                another one than the configuration names, has no view for them.
+        """
+        holes = leaves_holes(self.vllm_config, settings_of(self.vllm_config))
+        for layer in layers.values():
+            view_of(layer.attn_backend.get_name(), holes=holes)
         self._vtoken_layers = layers
         self._vtoken_backend = next(iter(layers.values())).attn_backend.get_name()
 

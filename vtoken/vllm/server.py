@@ -32,7 +32,7 @@ from vtoken.errors import Rejected, VTokenError
 from vtoken.models import ensure_smollm2
 from vtoken.models.checkpoint import Progress
 from vtoken.options import check_model_folder, reason_of
-from vtoken.vllm.enable import cpu_defaults, engine_kwargs
+from vtoken.vllm.enable import engine_defaults, engine_kwargs
 from vtoken.vllm.engine_errors import Mailbox, vtoken_error_in
 from vtoken.vllm.guards import check_config
 from vtoken.vllm.score_support import announce_no_scores, why_no_scores
@@ -55,12 +55,15 @@ class _Parser(FlexibleArgumentParser):
 
 def show_vllm_help() -> None:
     """Print all of vLLM's own flags."""
-    _parser().parse_args(["--help=all"])
+    _parser(VTokenConfig()).parse_args(["--help=all"])
 
 
-def _parser() -> FlexibleArgumentParser:
+def _parser(config: VTokenConfig, flags: Sequence[str] = ()) -> FlexibleArgumentParser:
     parser = make_arg_parser(_Parser(prog="vtoken serve"))
-    parser.set_defaults(shutdown_timeout=SHUTDOWN_S, **cpu_defaults())
+    defaults = engine_defaults(config)
+    if any(flag.startswith(("--attention-config", "--attention_config", "-ac")) for flag in flags):
+        defaults.pop("attention_backend", None)  # vLLM takes one of the two
+    parser.set_defaults(shutdown_timeout=SHUTDOWN_S, **defaults)
     return parser
 
 
@@ -73,7 +76,7 @@ def parse_flags(
         Rejected: vLLM refuses a flag or a combination, or one is vToken's to set.
         ModelUnavailable: the embedded model is wanted and cannot be had.
     """
-    parser = _parser()
+    parser = _parser(config, flags)
     try:
         args = parser.parse_args(list(flags))
         validate_parsed_serve_args(args)

@@ -61,11 +61,11 @@ class Session:
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
 
-        from vtoken.vllm.enable import cpu_defaults, engine_kwargs
+        from vtoken.vllm.enable import engine_defaults, engine_kwargs
         from vtoken.vllm.guards import check_config
         from vtoken.vllm.score_support import announce_no_scores, why_no_scores
 
-        args = {**cpu_defaults(), **{k: v for k, v in engine.items() if v is not None}}
+        args = {**engine_defaults(config), **{k: v for k, v in engine.items() if v is not None}}
         args |= {**engine_kwargs(config), "model": str(model)}
         if processors:
             args["logits_processors"] = [*args.get("logits_processors", ()), *processors]
