@@ -61,7 +61,7 @@ from vtoken.options import (
     check_writable,
     load_config,
     read_prompts,
-    trace_file,
+    vtoken_options,
     write_json_atomically,
 )
 from vtoken.report import Streamer, ended_early, model_progress, run_result, show_summary
@@ -248,38 +248,7 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log.")] = False,
 ) -> None:
     """Generate from prompts with eviction and reclamation, and report the KV blocks held."""
-    settings = load_config(
-        config,
-        policy=policy,
-        budget=budget,
-        budget_ratio=budget_ratio,
-        slack=slack,
-        keep_first=keep_first,
-        keep_recent=keep_recent,
-        keep_prompt=keep_prompt,
-        on_policy_error=on_policy_error,
-        policy_time_limit_ms=policy_time_limit_ms,
-        request_policies=request_policies,
-        reclaim=reclaim,
-        threshold=threshold,
-        headroom=headroom,
-        copy_budget=copy_budget,
-        moves_per_plan=moves_per_plan,
-        commit_delay=commit_delay,
-        force_sync=force_sync,
-        shared_prefix=shared_prefix,
-        checks=checks,
-        sinks=sinks,
-        recent_share=recent_share,
-        window=window,
-        recovery=recovery,
-        score_mode=score_mode,
-        score_layers=score_layers,
-        score_every=score_every,
-        score_window=score_window,
-        seed=seed,
-        trace=trace_file(trace),
-    )
+    settings = load_config(config, **vtoken_options(locals()))
     texts = read_prompts(prompts or [], file)
     if json_file is not None:
         check_writable(json_file)

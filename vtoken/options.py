@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,17 @@ def write_bytes_atomically(file: Path, content: bytes) -> None:
         raise Rejected(f"cannot write {file}: {_why(error)}") from error
 
 
-def trace_file(trace: Path | None) -> str | None:
+def vtoken_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a command's arguments that are options of `VTokenConfig`.
+
+    Raises:
+        Rejected: the trace's file cannot be written.
+    """
+    found = {field.name: arguments[field.name] for field in fields(VTokenConfig)}
+    return {**found, "trace": _trace_file(found["trace"])}
+
+
+def _trace_file(trace: Path | None) -> str | None:
     """Absolute, because the process that records may have another folder."""
     if trace is None:
         return None

@@ -40,7 +40,7 @@ from vtoken.flags import (
     TraceOption,
     WindowOption,
 )
-from vtoken.options import load_config, trace_file
+from vtoken.options import load_config, vtoken_options
 from vtoken.report import model_progress
 
 
@@ -86,38 +86,7 @@ def serve(
     embedded SmolLM2-135M is served under the name "smollm2". --config is
     vToken's here, not vLLM's.
     """
-    settings = load_config(
-        config,
-        policy=policy,
-        budget=budget,
-        budget_ratio=budget_ratio,
-        slack=slack,
-        keep_first=keep_first,
-        keep_recent=keep_recent,
-        keep_prompt=keep_prompt,
-        on_policy_error=on_policy_error,
-        policy_time_limit_ms=policy_time_limit_ms,
-        request_policies=request_policies,
-        reclaim=reclaim,
-        threshold=threshold,
-        headroom=headroom,
-        copy_budget=copy_budget,
-        moves_per_plan=moves_per_plan,
-        commit_delay=commit_delay,
-        force_sync=force_sync,
-        shared_prefix=shared_prefix,
-        checks=checks,
-        sinks=sinks,
-        recent_share=recent_share,
-        window=window,
-        recovery=recovery,
-        score_mode=score_mode,
-        score_layers=score_layers,
-        score_every=score_every,
-        score_window=score_window,
-        seed=seed,
-        trace=trace_file(trace),
-    )
+    settings = load_config(config, **vtoken_options(locals()))
     prepare_environment(quiet=False)
     from vtoken.vllm.version import check_version
 
