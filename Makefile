@@ -87,6 +87,10 @@ test-gpu: ## the tests that need a CUDA device, by GPU_PYTHON; and a report of t
 	@python="$$($(GPU_PYTHON) tests/gpu/look.py $(BIN)/python)"
 	VTOKEN_GPU_JSON="$(abspath $(GPU_JSON))" $$python -m pytest tests/gpu \
 	  $(if $(GPU_VLLM),,-m "not gpu_vllm") $(PYTEST_ARGS)
+	if [ -n "$(GPU_VLLM)" ]; then
+	  VTOKEN_TEST_RUNNER=v2 VTOKEN_GPU_JSON="$(abspath $(GPU_JSON:.json=-v2.json))" \
+	    $$python -m pytest tests/gpu -m gpu_vllm $(PYTEST_ARGS)
+	fi
 
 # `spec` is imported as `vtoken_spec`; the link lets mypy see it under that name.
 lint: setup ## ruff and mypy

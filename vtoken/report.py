@@ -161,7 +161,7 @@ def run_result(
     return {
         "model": model,
         "policy": config.policy,
-        "reclaim": config.reclaim,
+        "reclaim": report["reclaim"],
         "config": config.as_dict(),
         "outputs": [
             {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ import torch
 
 from support.engines import BLOCK, Engine, Served
 from support.exactness import Comparison, ScoreComparison, compare_scores
-from vtoken.errors import UnsupportedConfiguration
+from support.replayed import PADDING, Replays, replay_decode_steps
+from vtoken.errors import InvariantViolation, UnsupportedConfiguration
 from vtoken.models import ensure_tiny_llama
 from vtoken.vllm.pages import PageTables, one_token_pages
-from vtoken.vllm.query_buffers import QueryBuffers
-from vtoken.vllm.triton_attention import TritonAttentionImpl, VTokenTritonAttentionImpl
+from vtoken.vllm.triton_attention import VTokenTritonAttentionImpl
 
 pytestmark = pytest.mark.engine
 
@@ -116,84 +115,13 @@ def test_both_views_were_in_use_over_more_than_a_hundred_rows_of_each_runner(run
     assert total.rows_after_eviction > 100
 
 
-def test_a_page_table_off_by_one_shows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: one live slot replaced by its neighbour."""
-    fill = PageTables.fill
-
-    def wrong(self: PageTables, metadata: object, rows: list[tuple[int, torch.Tensor]]) -> object:
-        found = fill(self, metadata, rows)
-        self.tables[rows[0][0], 0] += 1
-        return found
-
-    monkeypatch.setattr(PageTables, "fill", wrong)
-    engine.configure(policy="random", budget=20, reclaim="off", checks=1, seed=5)
-    served = engine.serve([np.random.default_rng(6).integers(3, 259, 40).tolist()], 6)
-    assert engine.compare(served).max_error > 10 * ABSOLUTE
-
-
-class Graphs:
-    """Stands in for full CUDA graphs: attention of a decode step is given what it was captured
-    with from a dummy batch of the same size, the very tensors, whatever the step would give it.
-    As at a replay, no Python of vToken's runs in the layers."""
-
-    def __init__(self) -> None:
-        self.captured: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
-        self.taps: dict[tuple[str, int], QueryBuffers] = {}
-        self.replays = 0
-        self._eager, self._stock = VTokenTritonAttentionImpl.forward, TritonAttentionImpl.forward
-        self._arguments = signature(self._stock)
-
-    def capture(self, runner: Any, sizes: range) -> None:
-        """From dummy batches of decode steps, as vLLM does."""
-
-        def noting(*args: Any, **named: Any) -> torch.Tensor:
-            given = self._arguments.bind(*args, **named).arguments
-            if (metadata := given["attn_metadata"]) is not None:
-                key = (given["layer"].layer_name, metadata.num_actual_tokens)
-                self.captured[key] = (given["kv_cache"], metadata)
-            return self._stock(*args, **named)
-
-        hand_over = QueryBuffers.hand_over
-
-        def copying(buffers: QueryBuffers, name: str, query: torch.Tensor) -> None:
-            self.taps[name, len(query)] = buffers
-            hand_over(buffers, name, query)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TritonAttentionImpl, "forward", noting)
-            patch.setattr(QueryBuffers, "hand_over", copying)
-            for size in sizes:
-                runner._dummy_run(size, force_attention=True, uniform_decode=True)
-
-    def replay(self, *args: Any, **named: Any) -> torch.Tensor:
-        """vToken's `forward`, replayed where it would be."""
-        bound = self._arguments.bind(*args, **named)
-        given = bound.arguments
-        metadata = given["attn_metadata"]
-        if metadata is None or metadata.max_query_len > 1:
-            return self._eager(*args, **named)
-        self.replays += 1
-        key = (given["layer"].layer_name, metadata.num_actual_tokens)
-        given["kv_cache"], given["attn_metadata"] = self.captured[key]
-        output = self._stock(*bound.args, **bound.kwargs)
-        self.taps[key].hand_over(given["layer"].layer_name, given["query"])
-        return output
-
-
 @pytest.fixture
-def graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """An engine that replays its decode steps."""
-    made = Graphs()
+def replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Replays:
+    """The engine replays its decode steps."""
     monkeypatch.setattr(engine.runner, "vtoken_always_pages", True)
     monkeypatch.setattr(engine.runner, "vtoken_captures", True)
     engine.configure(policy="random", budget=20, reclaim="off", checks=3, seed=5)
-    made.capture(engine.runner, range(1, 5))
-
-    def forward(*args: Any, **named: Any) -> torch.Tensor:
-        return made.replay(*args, **named)
-
-    monkeypatch.setattr(VTokenTritonAttentionImpl, "forward", forward)
-    return made
+    return replay_decode_steps(engine.runner, monkeypatch, most=4, version=runner_of(engine))
 
 
 def serve_four(engine: Engine, mode: str, policy: str = "random") -> tuple[Served, Comparison]:
@@ -213,6 +141,7 @@ def weights_of(engine: Engine, served: Served) -> ScoreComparison:
     return total
 
 
+@pytest.mark.parametrize("engine", ["v1"], indirect=True)
 def test_weights_equal_eager_attention(engine: Engine) -> None:
     """H2O on the GPU's kernels: rows with holes, q used in the layers."""
     served, found = serve_four(engine, "off", "h2o")
@@ -224,11 +153,13 @@ def test_weights_equal_eager_attention(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("mode", "policy"), [("background", "random"), ("off", "h2o")])
 def test_replayed_attention_reads_the_page_view_through_buffers_that_stay(
-    engine: Engine, graphs: Graphs, mode: str, policy: str
+    engine: Engine, replays: Replays, mode: str, policy: str
 ) -> None:
-    """Full CUDA graphs: only the contents of what was captured change; q is copied there too."""
+    """Full CUDA graphs: only the contents of what was captured change; q is copied there too. The
+    graphs are larger than the steps."""
     served, found = serve_four(engine, mode, policy)
-    assert graphs.replays > 6
+    assert replays.count > 6
+    assert replays.paddings == {PADDING}
     if policy == "h2o":
         weights = weights_of(engine, served)
         assert weights.after_eviction > 25
@@ -239,8 +170,9 @@ def test_replayed_attention_reads_the_page_view_through_buffers_that_stay(
     assert found.wrong_tokens == 0
 
 
+@pytest.mark.parametrize("engine", ["v1"], indirect=True)
 def test_the_control_with_a_new_buffer_in_each_step_differs(
-    engine: Engine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, replays: Replays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill = PageTables.fill
 
@@ -251,8 +183,43 @@ def test_the_control_with_a_new_buffer_in_each_step_differs(
     monkeypatch.setattr(PageTables, "fill", elsewhere)
     _, found = serve_four(engine, "off")
     engine.runner._vtoken_pages = None  # whose buffers are no longer the captured ones
-    assert graphs.replays > 6
+    assert replays.count > 6
     assert found.max_error > 10 * ABSOLUTE
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["for holes", "in every step"])
+def test_a_page_table_off_by_one_is_a_violation_and_shows(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, always: bool
+) -> None:
+    """The tables themselves are checked, not what they are made from. One live slot is replaced by
+    its neighbour: the logits differ, and it is L6, also of rows without holes."""
+    fill = PageTables.fill
+
+    def wrong(self: PageTables, metadata: object, rows: list[tuple[int, torch.Tensor]]) -> object:
+        found = fill(self, metadata, rows)
+        self.tables[0, 0] += 1
+        return found
+
+    monkeypatch.setattr(PageTables, "fill", wrong)
+    monkeypatch.setattr(engine.runner, "vtoken_always_pages", always)
+    (prompt,) = [np.random.default_rng(6).integers(3, 259, 25).tolist()]
+    engine.configure(
+        policy="random", budget=20, reclaim="eager" if always else "off", checks=3, seed=5
+    )
+    checker, laws = engine.runner.vtoken_checker, []
+    check = checker.check_access
+
+    def noting(*args: Any, **named: Any) -> None:
+        try:
+            check(*args, **named)
+        except InvariantViolation as error:  # which would leave an engine that nobody can use
+            laws.append(error.law)
+
+    monkeypatch.setattr(checker, "check_access", noting)
+    served = engine.serve([prompt], 4)
+    assert engine.compare(served).max_error > 10 * ABSOLUTE
+    assert len(laws) >= 3
+    assert set(laws) == {"L6"}
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])

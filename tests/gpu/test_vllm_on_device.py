@@ -1,7 +1,8 @@
 """vLLM itself on a CUDA device: exact with CUDA graphs on, and what vToken's presence costs there.
 
 For whoever has vLLM beside a device: `make test-gpu GPU_VLLM=1`, with a GPU_PYTHON in which vLLM's
-CUDA build and this project are installed. Starting engines takes most of its minutes.
+CUDA build and this project are installed; on Model Runner V1, and on V2 in a second process.
+Starting engines takes most of its minutes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ ON_DEVICE: dict[str, Any] = {
     "enforce_eager": False,
     "block_size": 16,
     "attention_backend": "TRITON_ATTN",
-    # Several engines share the device.
+    # Several engines share the device. vLLM measures what its graphs take before it makes its pool.
     "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": None,
 }
 
 
@@ -77,11 +79,11 @@ def drawn(*lengths: int, seed: int) -> list[list[int]]:
     return [rng.integers(3, 259, length).tolist() for length in lengths]
 
 
-def assert_exact(engine: Engine, mode: str) -> tuple[Comparison, Served]:
-    """Serve some requests with random eviction, and hold every row to the reference that masks
-    exactly the evicted tokens."""
+def assert_exact(engine: Engine, mode: str, policy: str = "random") -> tuple[Comparison, Served]:
+    """Serve some requests with eviction, and hold every row to the reference that masks exactly the
+    evicted tokens."""
     options: dict[str, Any] = {"commit_delay": 2, "threshold": 0.05} if mode == "background" else {}
-    engine.configure(policy="random", budget=40, reclaim=mode, checks=3, seed=7, **options)
+    engine.configure(policy=policy, budget=40, reclaim=mode, checks=3, seed=7, **options)
     served = engine.serve(drawn(40, 50, 61, seed=1), 70)
     assert engine.free == served.free_before, "blocks leaked"
     found = engine.compare(served)
@@ -95,16 +97,43 @@ def assert_exact(engine: Engine, mode: str) -> tuple[Comparison, Served]:
 
 
 def test_the_graphs_are_full_ones_and_hold_the_view_for_holes(graphs: Engine) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+
+    from support.engines import RUNNER
+
     mode = graphs.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
     assert mode.has_full_cudagraphs()
     assert graphs.runner.vtoken_always_pages
+    assert graphs.runner.vtoken_captures
+    assert isinstance(graphs.runner, V2) == (RUNNER == "v2")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "policy"), [*((mode, "random") for mode in MODES), ("off", "h2o")]
+)
 def test_logits_equal_the_masked_reference_with_cuda_graphs(
-    graphs: Engine, mode: str, record_property: Callable[[str, object], None]
+    graphs: Engine,
+    mode: str,
+    policy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    found, _ = assert_exact(graphs, mode)
+    """Most steps are replayed: in them no layer's Python used the view. H2O's weights come from
+    queries that the graphs copied; a layer whose copy is missing is a violation (L6)."""
+    uses: list[tuple[int, bool]] = []
+    judge = graphs.runner._vtoken_uses
+    check = judge.check
+
+    def noting() -> None:
+        if judge._step:
+            uses.append((sum(rows.uses for rows in judge._step), judge._replayed))
+        check()
+
+    monkeypatch.setattr(judge, "check", noting)
+    found, _ = assert_exact(graphs, mode, policy)
+    replayed = sum(count == 0 and full for count, full in uses)
+    assert replayed > 40
+    record_property("replayed_steps", replayed)
     record_property("rows_after_eviction", found.rows_after_eviction)
     record_property("largest_difference", found.max_error)
 

@@ -110,8 +110,8 @@ TAP: tuple[Mutant, ...] = tuple(
                "newest = torch.arange(count - observing, count, device=keys.device)[:, None]",
                "newest = torch.full((observing, 1), count, device=keys.device)", "bytes"),
         mutant("query heads are dealt to KV heads in turn", "vtoken.kv.scores:row_weights",
-               "read = read.repeat_interleave(num_heads // num_kv, dim=0)",
-               "read = read.repeat(num_heads // num_kv, 1, 1)", "bytes"),
+               "grouped = observed.unflatten(1, (num_kv, num_heads // num_kv))",
+               "grouped = observed.unflatten(1, (-1, num_kv)).transpose(1, 2)", "bytes"),
         mutant("the soft cap is left out", "vtoken.kv.scores:row_weights", "if cap:", "if False:",
                "bytes"),
     )

@@ -14,6 +14,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from support.exactness import Comparison, Life, Recorder, Reference, compare
 from support.interpreter import use_interpreter, use_triton_attention
 from vtoken.config import VTokenConfig
@@ -26,12 +28,14 @@ RUNNER = os.environ.get("VTOKEN_TEST_RUNNER", "v1")
 ATTENTION = os.environ.get("VTOKEN_TEST_ATTENTION", "cpu")
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "v2"))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if RUNNER == "v2" or ATTENTION == "triton":
+if (RUNNER == "v2" or ATTENTION == "triton") and not torch.cuda.is_available():
     use_interpreter()
 if ATTENTION == "triton":
     use_triton_attention()
 
 BLOCK = 16 if ATTENTION == "triton" else 32
+#: every engine of this process: one that is garbage ends what the others share
+_KEPT: list[Any] = []
 
 
 @dataclass
@@ -121,6 +125,7 @@ class Engine:
                 "use_tqdm_on_load": False,
             }
             self.llm = LLM(str(checkpoint), **{**given, **extra, **more})
+        _KEPT.append(self.llm)
         core = self.llm.llm_engine.engine_core.engine_core
         self.core = core
         self.scheduler = core.scheduler

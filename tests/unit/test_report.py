@@ -71,6 +71,7 @@ def result(evicted: int, policy: str = "random") -> dict[str, Any]:
         report={
             "blocks_peak": {"native": 8, "naive": 7, "vtoken": 3, "ideal": 2},
             "block_size": 32,
+            "reclaim": "eager",
             "tokens": {"evicted": evicted, "recycled": 4, "moved": 5},
             "checks": {"I2": 6},
             "pool": {"total": 100, "free": 99},

@@ -17,7 +17,7 @@ class Given:
     uses: int
 
 
-def use(*, steps: list[int], dummies: list[int]) -> None:
+def use(*, steps: list[int], dummies: list[int], replayed: bool = True) -> None:
     """Judge steps after dummy batches; numbers are the layers that used the view."""
     from vtoken.vllm.pages import ViewUse
 
@@ -25,7 +25,7 @@ def use(*, steps: list[int], dummies: list[int]) -> None:
     for uses in dummies:
         judge.of_dummy([Given(uses)])
     for uses in steps:
-        judge.of_step([Given(uses)])
+        judge.of_step([Given(uses)], replayed=replayed)
         judge.check()
 
 
@@ -37,6 +37,7 @@ def use(*, steps: list[int], dummies: list[int]) -> None:
         ([0], [3]),
         ([0, 3, 0], [3, 3]),
         ([0], [3, 0]),  # a dummy batch that was itself a replay
+        ([0], [6, 3]),  # Model Runner V2 runs the batch of a piecewise graph twice
     ],
 )
 def test_a_view_that_every_layer_used(steps: list[int], dummies: list[int]) -> None:
@@ -52,7 +53,9 @@ def test_a_view_that_every_layer_used(steps: list[int], dummies: list[int]) -> N
         ([2], [3]),  # neither replayed nor run in all layers
         ([0], [2]),
         ([0], [3, 2]),  # one of the captured sizes misses a layer
+        ([0], [2, 3]),
         ([4], [3]),
+        ([6], [3]),  # a step runs once
     ],
 )
 def test_a_view_that_some_layer_did_not_use(steps: list[int], dummies: list[int]) -> None:
@@ -61,11 +64,17 @@ def test_a_view_that_some_layer_did_not_use(steps: list[int], dummies: list[int]
     assert caught.value.law == "L6"
 
 
+def test_a_step_that_is_not_replayed_has_to_use_its_view_itself() -> None:
+    use(steps=[3], dummies=[3], replayed=False)
+    with pytest.raises(InvariantViolation):
+        use(steps=[0], dummies=[3], replayed=False)
+
+
 def test_two_groups_of_layers_count_together_and_a_step_without_a_view_is_not_judged() -> None:
     from vtoken.vllm.pages import ViewUse
 
     judge = ViewUse(LAYERS)
     judge.check()
-    judge.of_step([Given(1), Given(2)])
+    judge.of_step([Given(1), Given(2)], replayed=False)
     judge.check()
     judge.check()

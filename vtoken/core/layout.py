@@ -47,7 +47,7 @@ class StepLayout:
 
     Attributes:
         reclaimed: logical length minus physical length, after the step's tokens.
-        holes: whether holes are left before the physical end: the gather view, else the dense.
+        holes: whether holes are left before the physical end: a view that skips them, else dense.
         live_slots: with holes, the slots of all live tokens in logical order where the worker
             does not have them, else None; int32.
         gone: with holes, and otherwise, the slots that are no longer live since it was told; int32.

@@ -1,9 +1,9 @@
 """What the worker knows of each row with holes, so that it is told news and not the whole.
 
-A row with holes is read through the gather view: a list of its live slots, in which the slots of
-a step's own tokens come last. The worker keeps the list (`vtoken.kv.translation`). In steady state
-it only loses the slots of tokens evicted since and gains those of new ones; after a structural
-change, which moves tokens or takes blocks, it is told in full.
+A row with holes is read through a view that skips them: a list of its live slots, in which the
+slots of a step's own tokens come last. The worker keeps the list (`vtoken.kv.translation`). In
+steady state it only loses the slots of tokens evicted since and gains those of new ones; after a
+structural change, which moves tokens or takes blocks, it is told in full.
 """
 
 from __future__ import annotations

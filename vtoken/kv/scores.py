@@ -129,8 +129,8 @@ def row_weights(
     blocks, places = on_device(row.blocks, keys.device), on_device(row.places, keys.device)
     # [kv_heads, head_dim, blocks * tokens], then the live slots only
     read = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, places].float()
-    read = read.repeat_interleave(num_heads // num_kv, dim=0)
-    logits = torch.einsum("qhd,hdk->hqk", observed, read) * scale
+    grouped = observed.unflatten(1, (num_kv, num_heads // num_kv))
+    logits = torch.einsum("qngd,ndk->ngqk", grouped, read).flatten(0, 1) * scale
     if cap:
         logits = cap * torch.tanh(logits / cap)
     count, observing = len(places), row.num_queries

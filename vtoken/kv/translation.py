@@ -74,8 +74,20 @@ class TranslationCache:
             new = self._tensor(layout.new_slots[-count:])
             # A recycled hole is among those that are gone, in this step or an earlier one.
             if len(layout.gone):
-                dead = torch.isin(known, self._tensor(layout.gone))
-                known = without(known, dead, layout.num_live - count)
+                gone = np.unique(layout.gone)
+                kept = layout.num_live - count
+                if len(known) - len(gone) != kept:
+                    raise InvariantViolation(
+                        law="L6",
+                        message="a row's view was told of as many slots as do not add up",
+                        req_id=req_id,
+                        before=len(known) - len(gone),
+                        after=kept,
+                    )
+                # Both are without repeats; told so, the device does not look for any, whose number
+                # the host would have to wait for.
+                dead = torch.isin(known, self._tensor(gone), assume_unique=True)
+                known = without(known, dead, kept)
             slots = torch.cat((known, new))
         self._slots[req_id] = slots
         return slots

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from vtoken.core.arrays import IntArray
 from vtoken.errors import InvariantViolation, UnsupportedConfiguration
 from vtoken.kv.translation import on_device
 
 _PAGES = "vtoken_pages"
+_EAGER = "use --reclaim eager and --no-enable-prefix-caching"
 #: entries of a row that the kernel may load beyond its end, and ignores: its largest tile
 TILE = 128
 
@@ -45,8 +47,7 @@ def one_token_pages(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     block, head, token, element = cache.stride()
     if block % token:
         raise UnsupportedConfiguration(
-            f"a KV cache with strides {tuple(cache.stride())} has no pages of one token; use "
-            "--reclaim eager and --no-enable-prefix-caching"
+            f"a KV cache with strides {tuple(cache.stride())} has no pages of one token; {_EAGER}"
         )
     between = block // token
     pages = cache.as_strided(
@@ -101,7 +102,13 @@ class PageTables:
         found = {name: one_token_pages(cache) for name, cache in caches.items()}
         self._views = {name: view for name, (view, _) in found.items()}
         self.block_size = next(iter(caches.values())).shape[2]
-        (self.between,) = {between for _, between in found.values()}
+        units = {between for _, between in found.values()}
+        if len(units) > 1:
+            raise UnsupportedConfiguration(
+                f"layers differ in the pages of one token between two blocks ({sorted(units)}); "
+                f"{_EAGER}"
+            )
+        (self.between,) = units
         self.tables, self.lengths = buffers.tables, buffers.lengths
 
     def fill(self, metadata: Any, rows: Sequence[tuple[int, torch.Tensor]]) -> PageRows:
@@ -120,6 +127,15 @@ class PageTables:
             self._fill_rows(rows)
         given = replace(metadata, block_table=self.tables[:count], seq_lens=self.lengths[:count])
         return PageRows(given, self._views)
+
+    def slots(self, rows: PageRows, row: int) -> IntArray:
+        """What attention reads of a batch row, from the very tables that it was given; int64 `[k]`.
+        The host waits for the device."""
+        length = int(rows.metadata.seq_lens[row])
+        pages = rows.metadata.block_table[row, :length].cpu().numpy().astype(np.int64)
+        blocks, offsets = np.divmod(pages, self.between)
+        found: IntArray = blocks * self.block_size + offsets
+        return found
 
     def _fill_rows(self, rows: Sequence[tuple[int, torch.Tensor]]) -> None:
         device, width = self.tables.device, self.tables.shape[1]
@@ -150,7 +166,8 @@ class ViewUse:
     """L6: the view for holes that a step was given was used by every layer, not only prepared.
 
     A replayed CUDA graph runs no Python that could count. It does what was captured, and that was
-    a dummy batch, of which all layers must have used the view.
+    dummy batches, of each of which all layers must have used the view, equally often: warming up
+    and capturing may run one batch more than once.
 
     Args:
         num_layers: of the model on this rank.
@@ -159,17 +176,18 @@ class ViewUse:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._step: Sequence[Any] = ()
+        self._replayed = False
         self._dummy: Sequence[Any] = ()
-        #: uses of dummy batches, each number once
-        self._captured: set[int] = set()
+        self._captured, self._faulty = False, False
 
-    def of_step(self, given: Sequence[Any]) -> None:
-        """Note what a step's metadata were given, with `uses` each."""
-        self._step = given
+    def of_step(self, given: Sequence[Any], *, replayed: bool) -> None:
+        """Note what a step's metadata were given, with `uses` each; and whether vLLM replays a full
+        graph for it."""
+        self._step, self._replayed = given, replayed
 
     def of_dummy(self, given: Sequence[Any]) -> None:
-        """The same of a dummy batch."""
-        self._captured.add(_uses(self._dummy))
+        """The same of a dummy batch, which may be what a graph is captured from."""
+        self._fold_dummy()
         self._dummy = given
 
     def check(self) -> None:
@@ -178,12 +196,12 @@ class ViewUse:
         Raises:
             InvariantViolation: L6
         """
+        self._fold_dummy()
         given, self._step = self._step, ()
         uses = _uses(given)
         if not given or uses == self._num_layers:
             return
-        captured = (self._captured | {_uses(self._dummy)}) - {0}
-        if uses == 0 and captured == {self._num_layers}:
+        if self._replayed and uses == 0 and self._captured and not self._faulty:
             return
         raise InvariantViolation(
             law="L6",
@@ -191,6 +209,11 @@ class ViewUse:
             before=self._num_layers,
             after=uses,
         )
+
+    def _fold_dummy(self) -> None:
+        uses, self._dummy = _uses(self._dummy), ()
+        self._captured |= uses > 0
+        self._faulty |= uses % self._num_layers != 0
 
 
 def _uses(given: Sequence[Any]) -> int:

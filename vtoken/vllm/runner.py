@@ -86,7 +86,9 @@ class VTokenRunnerMixin(VTokenRunnerCore):
         if kwargs.get("num_scheduled_tokens") is None:
             self._complete_dummy(metadata)
         else:
-            self._complete(metadata, prepared)
+            # Only batches for full graphs are padded here.
+            replayed = kwargs.get("num_tokens_padded") is not None
+            self._complete(metadata, prepared, replayed=replayed)
         return metadata, common
 
 

@@ -16,10 +16,12 @@ from vtoken.kv.layouts import KVLayout
 from vtoken.policies.taps import TappedStep, Taps
 from vtoken.vllm.backend import GatherRows, GatherScratch, attach_rows, gather_rows
 from vtoken.vllm.batch import Batch, PreparedStep
+from vtoken.vllm.guards import refuse
 from vtoken.vllm.holes import has_full_graphs, has_page_view, leaves_holes
 from vtoken.vllm.metadata import StepMetadata
 from vtoken.vllm.pages import PageBuffers, PageRows, PageTables, ViewUse, attach_pages
 from vtoken.vllm.query_buffers import QueryBuffers
+from vtoken.vllm.score_support import why_no_scores, why_no_scores_in
 from vtoken.vllm.scores import (
     CapturedTap,
     DirectTap,
@@ -66,7 +68,10 @@ class VTokenRunnerAttention:
         """
         holes = leaves_holes(self.vllm_config, settings_of(self.vllm_config))
         for layer in layers.values():
-            view_of(layer.attn_backend.get_name(), holes=holes)
+            try:
+                view_of(layer.attn_backend.get_name(), holes=holes)
+            except UnsupportedConfiguration as error:
+                raise refuse(str(error)) from None
         self._vtoken_layers = layers
         self._vtoken_backend = next(iter(layers.values())).attn_backend.get_name()
 
@@ -79,6 +84,16 @@ class VTokenRunnerAttention:
         graphs, settings = has_full_graphs(self.vllm_config), settings_of(self.vllm_config)
         self.vtoken_always_pages = graphs and self._wants_pages
         self.vtoken_captures = graphs and self._may_be_tapped(settings)
+        if self._wants_pages:
+            self._page_tables()  # refuses a cache without pages of one token
+
+    def _forget_cache(self) -> None:
+        """Let go of the KV cache, so that its memory is free when vLLM allocates another: it makes
+        a small one first, to measure its CUDA graphs."""
+        holders = ("vtoken_layout", "vtoken_checker", "vtoken_relocator", "_vtoken_scratch")
+        for name in (*holders, "_vtoken_tapped"):
+            self.__dict__.pop(name, None)
+        self._vtoken_pages = None
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         # Here, since vLLM gives its pool the memory that this run does not take.
@@ -96,9 +111,10 @@ class VTokenRunnerAttention:
         return has_page_view(config) and leaves_holes(config, settings_of(config))
 
     def _may_be_tapped(self, settings: VTokenConfig) -> bool:
-        """A policy of the server's, or one that a request names."""
-        has_tap = not capability_of(self._vtoken_backend).why_no_scores
-        return has_tap and settings.policy != "none"
+        """By a policy of the server's, or one that a request names."""
+        if settings.policy == "none":
+            return False
+        return not (why_no_scores(self.vllm_config) or why_no_scores_in(self._vtoken_layers))
 
     def _captured_for(self, settings: VTokenConfig) -> bool:
         """Whether full CUDA graphs, if there are any, have all that a configuration needs."""
@@ -119,11 +135,14 @@ class VTokenRunnerAttention:
             )
         return self._vtoken_page_buffers
 
-    def _complete(self, metadata: dict[str, Any], prepared: PreparedStep | None) -> None:
+    def _complete(
+        self, metadata: dict[str, Any], prepared: PreparedStep | None, *, replayed: bool
+    ) -> None:
         """Attach the view for holes and the score tap to a step's metadata, by layer name.
 
         Args:
             prepared: None if nothing of the step is vToken's.
+            replayed: whether vLLM replays a full CUDA graph for the step.
         """
         rows = []
         if prepared is not None:
@@ -132,14 +151,43 @@ class VTokenRunnerAttention:
                 for row, req_id in enumerate(prepared.batch.req_ids)
                 if req_id in prepared.rows
             ]
+        pages: PageRows | None = None
         if self.vtoken_always_pages or (
             rows and capability_of(self._vtoken_backend).with_holes is View.PAGE_1
         ):
-            self._vtoken_uses.of_step(self._attach_pages(metadata, rows))
+            given = self._attach_pages(metadata, rows)
+            self._vtoken_uses.of_step(given, replayed=replayed)
+            pages = given[0]
         elif rows and prepared is not None:
-            self._vtoken_uses.of_step(self._attach_gather(metadata, prepared.batch, rows))
+            gathered = self._attach_gather(metadata, prepared.batch, rows)
+            self._vtoken_uses.of_step(gathered, replayed=replayed)
+        if prepared is not None and self.vtoken_step.expected:
+            self._check_access(prepared, pages)
         if prepared is not None and self.vtoken_step.taps is not None:
             self._attach_tap(metadata, prepared, self.vtoken_step.taps)
+
+    def _check_access(self, prepared: PreparedStep, pages: PageRows | None) -> None:
+        """Hand the checker what this step's attention was really given."""
+        batch, rows = prepared.batch, prepared.rows
+        slots = batch.slots.cpu().numpy()
+        positions = batch.positions.cpu().numpy()
+        lengths = batch.device_lengths()
+        for row, req_id in enumerate(batch.req_ids):
+            expected = self.vtoken_step.expected.get(req_id)
+            if expected is None:
+                continue
+            if pages is not None and self._vtoken_pages is not None:
+                gathered = self._vtoken_pages.slots(pages, row)
+            else:
+                gathered = rows[req_id].cpu().numpy() if req_id in rows else None
+            self.vtoken_checker.check_access(
+                expected,
+                block_row=batch.blocks(row),
+                seq_len=int(lengths[row]),
+                gathered=gathered,
+                writes=slots[batch.chunk(row)],
+                query_positions=positions[batch.chunk(row)],
+            )
 
     def _attach_gather(
         self, metadata: dict[str, Any], batch: Batch, rows: list[tuple[int, torch.Tensor]]
@@ -160,15 +208,18 @@ class VTokenRunnerAttention:
                     attach_rows(own, done[id(own)])
         return list(done.values())
 
-    def _attach_pages(
-        self, metadata: dict[str, Any], rows: list[tuple[int, torch.Tensor]]
-    ) -> list[PageRows]:
+    def _page_tables(self) -> PageTables:
         if self._vtoken_pages is None:
             caches = {name: layer.kv_cache for name, layer in self._vtoken_layers.items()}
             self._vtoken_pages = PageTables(self._reserve_pages(), caches)
+        return self._vtoken_pages
+
+    def _attach_pages(
+        self, metadata: dict[str, Any], rows: list[tuple[int, torch.Tensor]]
+    ) -> list[PageRows]:
         given = []
         for own in {id(metadata[name]): metadata[name] for name in self._vtoken_layers}.values():
-            given.append(self._vtoken_pages.fill(own, rows))
+            given.append(self._page_tables().fill(own, rows))
             attach_pages(own, given[-1])
         return given
 

@@ -8,7 +8,7 @@ each new token, the length of each sequence in slots, and the block list. `runne
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from vtoken.vllm.backend import adopt_attention
 from vtoken.vllm.batch import Batch, PreparedStep
 from vtoken.vllm.fingerprint import compare_ranks, fingerprint_of
 from vtoken.vllm.guards import check_layers
+from vtoken.vllm.holes import leaves_holes
 from vtoken.vllm.kv_manager import VTokenAttentionSpec
 from vtoken.vllm.metadata import (
     Sequence as StepSequence,
@@ -77,8 +78,11 @@ class VTokenRunnerCore(VTokenRunnerAttention):
             for name, spec in specs.items()
         }
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any
+    ) -> None:
+        self._forget_cache()
+        super().initialize_kv_cache(kv_cache_config, is_profiling, **kwargs)  # type: ignore[misc]
         names = self.kv_cache_config.kv_cache_groups[0].layer_names
         layers = [self.compilation_config.static_forward_context[name] for name in names]
         self._meet_layers(dict(zip(names, layers, strict=True)))
@@ -91,8 +95,9 @@ class VTokenRunnerCore(VTokenRunnerAttention):
             layer = layers[index]
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
-        last = self.kv_cache_config.num_blocks - 1
-        probe_layout(self.vtoken_layout, write, (last - 1, last))
+        if not is_profiling:  # a cache of few blocks, maybe one, for dummy batches alone
+            last = self.kv_cache_config.num_blocks - 1
+            probe_layout(self.vtoken_layout, write, (last - 1, last))
         self._meet_cache()
         self.vtoken_configure(settings_of(self.vllm_config))
 
@@ -100,13 +105,15 @@ class VTokenRunnerCore(VTokenRunnerAttention):
         """Take a configuration from the next step on; all counters start anew.
 
         Raises:
-            UnsupportedConfiguration: CUDA graphs were captured without what it needs.
+            UnsupportedConfiguration: CUDA graphs were captured without what it needs, or it leaves
+                holes and the backend has no view for them.
         """
         if not self._captured_for(settings):
             raise UnsupportedConfiguration(
                 "the CUDA graphs were captured for another configuration; start the engine with "
                 "this one"
             )
+        view_of(self._vtoken_backend, holes=leaves_holes(self.vllm_config, settings))
         if self.vtoken_stream is not None:
             self.vtoken_stream.close()
         beside = settings.reclaim == "background" and not settings.force_sync
@@ -162,8 +169,6 @@ class VTokenRunnerCore(VTokenRunnerAttention):
             rows = self._correct_rows(batch)
         if self.vtoken_checker.level >= 2 and self.vtoken_step is not NO_STEP:
             compare_ranks(self._fingerprint(batch))
-        if self.vtoken_step.expected:
-            self._check_access(batch, rows)
         return PreparedStep(batch, rows)
 
     def _correct_rows(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -204,22 +209,3 @@ class VTokenRunnerCore(VTokenRunnerAttention):
         used = -(-int(batch.lengths.max(initial=0)) // size)
         tables = [batch.blocks(row, used) for row in range(len(batch.req_ids))]
         return fingerprint_of([*tables, batch.lengths, batch.slots.cpu().numpy()])
-
-    def _check_access(self, batch: Batch, rows: Mapping[str, torch.Tensor]) -> None:
-        """Hand the checker what this step's attention was really given."""
-        slots = batch.slots.cpu().numpy()
-        positions = batch.positions.cpu().numpy()
-        lengths = batch.device_lengths()
-        for row, req_id in enumerate(batch.req_ids):
-            expected = self.vtoken_step.expected.get(req_id)
-            if expected is None:
-                continue
-            gathered = rows.get(req_id)
-            self.vtoken_checker.check_access(
-                expected,
-                block_row=batch.blocks(row),
-                seq_len=int(lengths[row]),
-                gathered=None if gathered is None else gathered.cpu().numpy(),
-                writes=slots[batch.chunk(row)],
-                query_positions=positions[batch.chunk(row)],
-            )

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -117,11 +118,13 @@ class VTokenRunnerV2Mixin(VTokenRunnerCore):
         )
         return given, prepared
 
-    def vtoken_complete(self, metadata: dict[str, Any], prepared: PreparedStep | None) -> None:
+    def vtoken_complete(
+        self, metadata: dict[str, Any], prepared: PreparedStep | None, *, replayed: bool
+    ) -> None:
         if prepared is None:
             self._complete_dummy(metadata)
         else:
-            self._complete(metadata, prepared)
+            self._complete(metadata, prepared, replayed=replayed)
 
 
 @cache
@@ -132,10 +135,13 @@ def with_corrected_lengths(kind: Any) -> type:
     class Corrected(kind):  # type: ignore[misc]
         vtoken_runner: VTokenRunnerV2Mixin
 
-        def prepare_attn(self, input_batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def prepare_attn(
+            self, input_batch: Any, cudagraph_mode: CUDAGraphMode, *args: Any, **kwargs: Any
+        ) -> dict[str, Any]:
             given, prepared = self.vtoken_runner.vtoken_lengths_of(input_batch)
-            metadata: dict[str, Any] = super().prepare_attn(given, *args, **kwargs)
-            self.vtoken_runner.vtoken_complete(metadata, prepared)
+            metadata: dict[str, Any] = super().prepare_attn(given, cudagraph_mode, *args, **kwargs)
+            replayed = cudagraph_mode == CUDAGraphMode.FULL
+            self.vtoken_runner.vtoken_complete(metadata, prepared, replayed=replayed)
             return metadata
 
     Corrected.__name__ = Corrected.__qualname__ = f"VToken{kind.__name__}"

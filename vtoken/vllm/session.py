@@ -205,9 +205,12 @@ class Session:
 
         Raises:
             Rejected: requests are being served.
+            UnsupportedConfiguration: this engine cannot take it.
         """
-        self.scheduler.vtoken_configure(config)
+        # Workers may refuse, and the scheduler not after its check: nothing is left half done.
+        self.scheduler.vtoken_check(config)
         self.llm.collective_rpc("vtoken_configure", args=(config.as_dict(),))
+        self.scheduler.vtoken_configure(config)
         self.llm.reset_prefix_cache()
         announce(config)
         self.config = config
