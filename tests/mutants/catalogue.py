@@ -188,8 +188,9 @@ VIEWS: tuple[Mutant, ...] = (
     mutant("restructured row is told as news", f"{_RECLAIMER}._commit",
            "self.views.forget(table.req_id)", "pass", "L6 bytes crash", modes=_HOLES),
     mutant("slots of the dead stay in the view", "vtoken.kv.translation:TranslationCache.take",
-           "known = known[~torch.isin(known, self._tensor(layout.gone))]", "pass", "L6 bytes",
-           modes=_HOLES),
+           "known = without(known, dead, kept)", "pass", "L6 bytes", modes=_HOLES),
+    mutant("the view loses its newest slots in place of the dead", "vtoken.kv.translation:without",
+           "kept.scatter_(0, places, slots)[:count]", "slots[:count]", "L6 bytes", modes=_HOLES),
 )  # fmt: skip
 
 FLIGHT: tuple[Mutant, ...] = tuple(
