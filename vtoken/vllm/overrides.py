@@ -37,9 +37,16 @@ class Override:
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
+
+
+def _of_schedulers(name: str, parameters: tuple[str, ...]) -> tuple[Override, Override]:
+    """Of both: the asynchronous one may come to have its own."""
+    return Override(f"{_SCHEDULER}.{name}", parameters), Override(f"{_ASYNC}.{name}", parameters)
+
 
 OVERRIDES: tuple[Override, ...] = (
     Override(
@@ -66,13 +73,11 @@ OVERRIDES: tuple[Override, ...] = (
     ),
     Override(f"{_MANAGER}.pop_blocks_for_free", ("self", "request_id")),
     Override("vllm.v1.kv_cache_interface:FullAttentionSpec.merge", ("specs",)),
-    Override(f"{_SCHEDULER}.schedule", ("self", "throttle_prefills")),
-    Override(
-        f"{_SCHEDULER}.update_from_output", ("self", "scheduler_output", "model_runner_output")
-    ),
-    Override(f"{_SCHEDULER}._free_request_blocks", ("self", "request")),
-    Override(f"{_SCHEDULER}.finish_requests", ("self", "request_ids", "finished_status")),
-    Override(f"{_SCHEDULER}._update_request_as_session", ("self", "session", "update")),
+    *_of_schedulers("schedule", ("self", "throttle_prefills")),
+    *_of_schedulers("update_from_output", ("self", "scheduler_output", "model_runner_output")),
+    *_of_schedulers("_free_request_blocks", ("self", "request")),
+    *_of_schedulers("finish_requests", ("self", "request_ids", "finished_status")),
+    *_of_schedulers("_update_request_as_session", ("self", "session", "update")),
     Override(f"{_RUNNER}.get_kv_cache_spec", ("self",)),
     Override(
         f"{_RUNNER}.initialize_kv_cache",
