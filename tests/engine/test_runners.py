@@ -174,7 +174,7 @@ def test_a_dummy_batch_hands_its_queries_over_where_graphs_are_captured(
 
     def copies() -> set[int]:
         runner._dummy_run(1, force_attention=True, uniform_decode=True)
-        return set(runner._queries().counts().values())
+        return set(runner._queries().since(None).values())
 
     (first,) = copies()
     monkeypatch.setattr(runner, "vtoken_captures", True)

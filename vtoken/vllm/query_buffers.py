@@ -50,7 +50,12 @@ class QueryBuffers:
         """What the layer has last handed over, `[num_tokens, heads, head_dim]`."""
         return self._buffers[name]
 
-    def counts(self) -> dict[str, int]:
-        """How often each layer has. One transfer."""
-        found = self._counts.tolist() if self._buffers else [0] * len(self._places)
+    def mark(self) -> torch.Tensor | None:
+        """Where the counts stand, on the device; the host does not wait."""
+        return self._counts.clone() if self._buffers else None
+
+    def since(self, mark: torch.Tensor | None) -> dict[str, int]:
+        """How often each layer has handed over since a mark, or ever. One transfer."""
+        counts = self._counts if mark is None else self._counts - mark
+        found = counts.tolist() if self._buffers else [0] * len(self._places)
         return dict(zip(self._places, found, strict=True))

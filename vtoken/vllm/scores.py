@@ -211,7 +211,7 @@ class CapturedTap(StepTap):
     def __init__(self, *args: Any, buffers: QueryBuffers) -> None:
         super().__init__(*args)
         self._buffers = buffers
-        self._before = buffers.counts()
+        self._before = buffers.mark()
         #: layers of a step that is longer than what is captured, and used at once
         self._taken: set[str] = set()
 
@@ -223,8 +223,8 @@ class CapturedTap(StepTap):
             self._buffers.hand_over(name, query)
 
     def _copied(self) -> set[str]:
-        counts = self._buffers.counts()
-        return {name for name in self.layers if counts[name] == self._before[name] + 1}
+        counts = self._buffers.since(self._before)
+        return {name for name in self.layers if counts[name] == 1}
 
     def _handed(self) -> int:
         return len(self._taken) + len(self._copied() - self._taken)
