@@ -52,6 +52,7 @@ def result(config: VTokenConfig, *, evicted: int, asked: int) -> dict[str, Any]:
         outputs=[],
         report={
             "blocks_peak": {},
+            "reclaim": config.reclaim,
             "block_size": 32,
             "tokens": {"evicted": evicted},
             "policy_calls": asked,
