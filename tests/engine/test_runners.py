@@ -41,7 +41,7 @@ def prompts_of(*lengths: int, seed: int) -> list[list[int]]:
 
 
 SCENARIOS: dict[str, tuple[list[list[int]], int]] = {
-    "plain": (prompts_of(40, 50, seed=1), 60),
+    "plain": (prompts_of(40, 50, seed=1), 52),
     "chunked": (prompts_of(250, 333, seed=2), 40),
     "small pool": (prompts_of(70, 200, 101, 160, 96, 33, 180, 64, seed=3), 30),
 }
@@ -117,12 +117,12 @@ def test_aborts_with_plans_in_flight(engine: Engine) -> None:
     counters = engine.scheduler.vtoken.counters
     with recorder.watching():
         for name in "012345":
-            engine.submit(name, prompts[name], 70)
+            engine.submit(name, prompts[name], 60)
         for step, (leaves, comes) in enumerate(zip("024", "678", strict=True)):
             for _ in range(12 + step):
                 engine.step(outputs)
             engine.llm.llm_engine.abort_request([leaves])
-            engine.submit(comes, prompts[comes], 40)
+            engine.submit(comes, prompts[comes], 25)
         while engine.llm.llm_engine.has_unfinished_requests():
             engine.step(outputs)
     assert counters.moved > 100
@@ -204,7 +204,7 @@ def test_s26_a_block_evicted_whole_while_a_step_reads_it(engine: Engine, mode: s
     engine.configure(policy="random", budget=1, checks=3, **MODES[mode])
     engine.scheduler._policy_class = FirstBlock
     prompts = prompts_of(90, 200, 150, 120, seed=50)
-    served = engine.serve(prompts, 60)
+    served = engine.serve(prompts, 45)
     first = served.lives[0]
     assert len(first.evictions) >= 2
     assert all(len(set(ids // BLOCK)) == 1 for _, ids in first.evictions)

@@ -216,8 +216,8 @@ def test_s22_a_plan_of_a_request_that_is_preempted_in_the_same_step_is_dropped(
     """S22: growing requests push out later ones that evict and plan in every step: their plans
     are dropped with them, and every counter agrees at the end."""
     engine.configure(policy="random", budget=120, reclaim="eager", checks=3)
-    growing = [random_prompt(45, seed=50 + i) for i in range(6)]
-    served = engine.serve([*growing, random_prompt(200, seed=57), random_prompt(210, seed=58)], 60)
+    growing = [random_prompt(58, seed=50 + i) for i in range(6)]
+    served = engine.serve([*growing, random_prompt(200, seed=57), random_prompt(210, seed=58)], 36)
     assert served.report["tokens"]["recomputed_requests"] > 0
     comparison = engine.compare(served)
     assert comparison.max_error <= 1e-5

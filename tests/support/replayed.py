@@ -34,11 +34,10 @@ class Replays:
 def replay_decode_steps(
     runner: Any, patch: pytest.MonkeyPatch, *, most: int, version: str
 ) -> Replays:
-    """Capture, and replay every decode step from then on.
+    """Capture, and replay decode steps of `most` requests, or of one less, from then on.
 
     Args:
         runner: with vToken, `vtoken_always_pages` and `vtoken_captures` on.
-        most: requests of a step.
         version: of the model runner, "v1" or "v2".
     """
     return {"v1": _by_layer, "v2": _by_model}[version](runner, patch, most + PADDING)
@@ -70,13 +69,14 @@ def _by_layer(runner: Any, patch: pytest.MonkeyPatch, largest: int) -> Replays:
     with pytest.MonkeyPatch.context() as capturing:
         capturing.setattr(TritonAttentionImpl, "forward", noting)
         capturing.setattr(QueryBuffers, "hand_over", copying)
-        for size in range(1 + PADDING, largest + 1):
+        for size in range(largest - 1, largest + 1):
             runner._dummy_run(size, force_attention=True, uniform_decode=True)
 
     build = runner._build_attention_metadata
 
     def padded(*args: Any, **named: Any) -> Any:
-        if named.get("num_scheduled_tokens") is not None and named["max_query_len"] == 1:
+        decodes = named.get("num_scheduled_tokens") is not None and named["max_query_len"] == 1
+        if decodes and named["num_tokens"] + PADDING >= largest - 1:
             named["num_tokens_padded"] = named["num_tokens"] + PADDING
             named["num_reqs_padded"] = named["num_reqs"] + PADDING
         return build(*args, **named)
@@ -88,6 +88,8 @@ def _by_layer(runner: Any, patch: pytest.MonkeyPatch, largest: int) -> Replays:
         if metadata is None or metadata.max_query_len > 1:
             return eager(*args, **named)
         name, size = given["layer"].layer_name, metadata.num_actual_tokens
+        if (name, size) not in captured or size == len(query):
+            return eager(*args, **named)
         padding = size - len(query)
         replays.add(padding)
         given["kv_cache"], given["attn_metadata"] = captured[name, size]
@@ -148,7 +150,7 @@ def _by_model(runner: Any, patch: pytest.MonkeyPatch, largest: int) -> Replays:
             runner.attn_groups,
             runner.kv_cache_config,
         )
-        for size in range(1 + PADDING, largest + 1):
+        for size in range(largest - 1, largest + 1):
             for _ in range(2 if size == largest else 1):  # warming up, and capturing
                 prepared[size] = cudagraph_utils.prepare_inputs_to_capture(
                     size,
@@ -164,11 +166,11 @@ def _by_model(runner: Any, patch: pytest.MonkeyPatch, largest: int) -> Replays:
                 forward(size)
 
     def dispatch(num_reqs: int, num_tokens: int, uniform: int | None, *_: Any, **__: Any) -> Any:
-        if uniform != 1:
+        size = num_tokens + PADDING
+        if uniform != 1 or size not in prepared:
             return BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs
             )
-        size = num_tokens + PADDING
         return BatchExecutionDescriptor(
             cg_mode=CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1
         )
