@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from mutants.pages import PAGES
 from mutants.scores import CHOOSING, TAP
 from support.mutation import Mutant, mutant
 
@@ -331,7 +332,9 @@ FLIGHT: tuple[Mutant, ...] = tuple(
     )
 )  # fmt: skip
 
-WALKED: tuple[Mutant, ...] = TABLE + PLANNER + RECLAIMER + BYTES + VIEWS + FLIGHT + CHOOSING + TAP
+WALKED: tuple[Mutant, ...] = (
+    TABLE + PLANNER + RECLAIMER + BYTES + VIEWS + FLIGHT + CHOOSING + TAP + PAGES
+)
 ALL: tuple[Mutant, ...] = WALKED + CHECKS
 
 TRIPS: Mapping[str, tuple[str, str]] = MappingProxyType(

@@ -8,6 +8,8 @@
 | copy-out | requests that share a prefix, of which each keeps a few tokens: headroom is drawn in most episodes, and plans are aborted | every check, at level 3, and the harness |
 | crowd | requests that all have something to gain in every step, and a budget for one of them | every check, at level 3 |
 | choosing | the same walk, in which real policies with drawn options name the victims | the harness on weights and victims; what H2O has added up, token by token |
+| pages | the page-1 view of two steps over made-up caches and rows | every row, read through the view |
+| view uses | some dummy batches and a step, with the layers that used their view | a plain definition of who may pass |
 | tap | one step's attention over made-up keys, in two ranks, some rows sampled, q used at once or copied | a softmax of the keys, written down plainly |
 """  # noqa: E501
 
@@ -25,6 +27,7 @@ import torch
 import vtoken_spec as spec
 from support.attention import tapped_step
 from support.mutation import Mutant
+from support.paged_view import paged_view, view_uses
 from vtoken.checks.judge import judge
 from vtoken.core import BackgroundParams
 from vtoken.errors import InvariantViolation, Rejected
@@ -227,6 +230,14 @@ def tap(seed: int, modes: tuple[str, ...]) -> None:
     tapped_step(seed)
 
 
+def pages(seed: int, modes: tuple[str, ...]) -> None:
+    paged_view(seed)
+
+
+def uses_of_view(seed: int, modes: tuple[str, ...]) -> None:
+    view_uses(seed)
+
+
 HUNTS: Mapping[str, Callable[[int, tuple[str, ...]], None]] = MappingProxyType(
     {
         "walk": walk,
@@ -236,5 +247,7 @@ HUNTS: Mapping[str, Callable[[int, tuple[str, ...]], None]] = MappingProxyType(
         "crowd": crowd,
         "choosing": choosing,
         "tap": tap,
+        "pages": pages,
+        "view uses": uses_of_view,
     }
 )

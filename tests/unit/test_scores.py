@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from vtoken.kv import TransposedKeyLayout
-from vtoken.kv.scores import HostKeys, ScoredRow, fast_row, keys_of, plain_row
+from vtoken.kv.scores import HostKeys, ScoredRow, fast_row, keys_of, row_weights
 
 BLOCK, DIM = 32, 16
 SCALE = DIM**-0.5
+
+
+def add_plainly(row: ScoredRow, layer: int, weights: torch.Tensor) -> None:
+    row.values += weights.sum(0).numpy()
+    if row.per_head is not None:
+        row.per_head[layer] += weights.numpy()
 
 
 def drawn(*, heads: int, kv_heads: int, tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -60,7 +66,7 @@ def test_weights_are_those_of_the_listed_slots_and_no_others(
     observed = slice(7 - queries, 7)
     want = expected(query, cache, observed, ROWS[name], cap)
     rows = [ScoredRow.of(observed, ROWS[name], BLOCK, per_head=(3, heads[0])) for _ in range(2)]
-    plain_row(rows[0], 1, query, keys_of(cache), SCALE, cap)
+    add_plainly(rows[0], 1, row_weights(rows[0], query, keys_of(cache), SCALE, cap))
     fast_row(rows[1], 1, query.numpy(), HostKeys(cache), SCALE, cap)
     for row in rows:
         assert row.per_head is not None
@@ -108,7 +114,7 @@ def test_a_cache_that_is_not_fp32_goes_the_plain_way() -> None:
     half = cache.to(torch.bfloat16)
     assert not HostKeys(half).usable
     row = ScoredRow.of(slice(0, 2), ROWS["slots in any order"], BLOCK)
-    plain_row(row, 0, query.to(torch.bfloat16), keys_of(half), SCALE, 0.0)
+    add_plainly(row, 0, row_weights(row, query.to(torch.bfloat16), keys_of(half), SCALE, 0.0))
     want = expected(query.to(torch.bfloat16), half, slice(0, 2), ROWS["slots in any order"], 0.0)
     np.testing.assert_allclose(row.values, want.sum(0), atol=1e-5)
 

@@ -5,7 +5,7 @@ block's keys transposed, so that one component of the query meets the same compo
 block's keys in one run of memory. Slots that are not the row's live ones are computed with their
 block and left out before the softmax, so nothing dead is ever counted.
 
-`plain_row` is the definition, in torch. `fast_row` is the same in one pass, compiled by Numba,
+`row_weights` is the definition, in torch. `fast_row` is the same in one pass, compiled by Numba,
 which vLLM's worker needs as well; without it, and where the cache is not fp32, the definition
 serves.
 """
@@ -97,21 +97,6 @@ def key_rows_of(cache: torch.Tensor) -> torch.Tensor:
     return cache[..., : cache.shape[-1] // 2].transpose(2, 3)
 
 
-def plain_row(
-    row: ScoredRow, layer: int, query: torch.Tensor, keys: torch.Tensor, scale: float, cap: float
-) -> None:
-    """Add one layer's weights to `row`, the plain way.
-
-    Args:
-        layer: place in `row.per_head`.
-        query, keys, scale, cap: see `row_weights`.
-    """
-    weights = row_weights(row, query, keys, scale, cap).cpu().numpy()
-    row.values += weights.sum(0)
-    if row.per_head is not None:
-        row.per_head[layer] += weights
-
-
 def row_weights(
     row: ScoredRow, query: torch.Tensor, keys: torch.Tensor, scale: float, cap: float
 ) -> torch.Tensor:
@@ -167,7 +152,11 @@ class HostKeys:
 def fast_row(
     row: ScoredRow, layer: int, query: Floats, keys: HostKeys, scale: float, cap: float
 ) -> None:
-    """`plain_row` in one compiled pass; float32 arrays in host memory."""
+    """Add one layer's weights to `row`: `row_weights` in one compiled pass, float32 in host memory.
+
+    Args:
+        layer: place in `row.per_head`.
+    """
     kernel = compiled_row()
     assert kernel is not None
     kernel(

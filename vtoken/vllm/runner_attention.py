@@ -176,8 +176,8 @@ class VTokenRunnerAttention:
             expected = self.vtoken_step.expected.get(req_id)
             if expected is None:
                 continue
-            if pages is not None and self._vtoken_pages is not None:
-                gathered = self._vtoken_pages.slots(pages, row)
+            if pages is not None:
+                gathered = self._page_tables().slots(pages, row)
             else:
                 gathered = rows[req_id].cpu().numpy() if req_id in rows else None
             self.vtoken_checker.check_access(
