@@ -51,6 +51,10 @@ def runner(shift: int = 0) -> Any:
             for layer, cache in zip(self.layers.values(), both, strict=True):
                 layer.kv_cache = cache
 
+        def profile_run(self) -> None:
+            made = self._vtoken_page_buffers, self._vtoken_queries
+            self.reserved = [each is not None for each in made]
+
     class Runner(VTokenRunnerCore, Stock):
         pass
 
@@ -102,3 +106,41 @@ def test_the_cache_that_serves_is_probed() -> None:
     made.initialize_kv_cache(config(1), is_profiling=True)
     with pytest.raises(UnsupportedConfiguration, match="reads back other values"):
         made.initialize_kv_cache(config(8))
+
+
+@pytest.mark.parametrize(
+    ("policy", "reclaim", "full", "reserved"),
+    [
+        ("random", "off", True, [True, True]),
+        ("random", "off", False, [True, False]),  # q is used in the layers
+        ("random", "eager", True, [False, True]),  # no hole waits
+        ("none", "eager", True, [False, False]),
+    ],
+)
+def test_buffers_are_there_before_vllm_measures_what_is_left_for_its_pool(
+    policy: str, reclaim: str, full: bool, reserved: list[bool]
+) -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    made = runner()
+    budget = {} if policy == "none" else {"budget": 64}
+    made.vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name="TRITON_ATTN")),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL if full else CUDAGraphMode.PIECEWISE,
+            max_cudagraph_capture_size=8,
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=32),
+        model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32),
+        additional_config={"vtoken": {"policy": policy, "reclaim": reclaim, **budget}},
+    )
+    for layer in made.layers.values():
+        layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+        layer.impl.head_size = DIM
+    made._meet_layers(made.layers)
+    made.profile_run()
+    assert made.reserved == reserved
+    if reserved[1]:
+        assert made._vtoken_queries.query("b").shape == (8, HEADS, DIM)
